@@ -34,7 +34,6 @@ class Step(enum.Enum):
     VERBS_ENGINES = "devices and queue pairs"
     """Before the users of engines drop them: an object that is destroyed in the child ends the parent's."""
     SHARED_ENGINE = "the engine that all users of NICs in a process share"
-    RDMA_READER = "reads of messages between actors by NICs"
     PEER_READS = "reads of point-to-point messages by NICs"
     RDMA_ELIGIBILITY = "cached answer whether NICs may be used"
     CALLBACK_THREADS = "threads of completion callbacks"

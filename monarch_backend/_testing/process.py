@@ -220,6 +220,7 @@ class SimulatedProcess:
             program.router.tell(owner, Constructed(0, plan.rank))
 
     def make_spawner(self, on_event: Callable[[Any], None], _address: str | None) -> SimulatedSpawner:
+        """Return a spawner, whose processes end with this process."""
         spawner = SimulatedSpawner(self, on_event)
         self.spawners.append(spawner)
         return spawner
@@ -306,6 +307,7 @@ class SimulatedProcess:
             self.run(self.handle, event, reading=True)
 
     def handle(self, event: tuple[Any, ...]) -> None:
+        """Handle an event, as on the thread that reads."""
         program = self.program
         program.router.handle(program.links.translate((event,)))
 

@@ -446,7 +446,7 @@ def _between_hosts(path: Path, mark: str) -> tuple[Any, ...]:
         buffer = theirs.own.call_one("tensor", 4096).get(60)
         into = torch.zeros(4096, dtype=torch.uint8)
         buffer.read_into(into, timeout=60).get()
-        mine = engine().outgoing(RDMABuffer(torch.zeros(8))._handle)
+        mine = engine().routes.outgoing(RDMABuffer(torch.zeros(8))._handle)
         name = buffer.backend
         return name, bool(buffer._handle.ways), buffer._handle.encrypted, mine.encrypted, int(into.count_nonzero())
     finally:
