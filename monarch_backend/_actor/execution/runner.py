@@ -330,12 +330,13 @@ class ActorRunner:
                 if answer.port is not None:  # sending blocks when the port's queue is full
                     answer.value(value)
                     continue
-                while flow.credit <= 0:
-                    flow.ready = flow.credit > 0
-                    self.program.wait(flow, None)
+                while flow.sent >= flow.granted:
+                    flow.ready = False
+                    if flow.sent >= flow.granted:  # look again: credit that came before must not be waited for
+                        self.program.wait(flow, None)
                 if peer.gone is not None:
                     break
-                flow.credit -= 1
+                flow.sent += 1
                 answer(Status.ITEM, *dumps(value))
             if answer.port is None:
                 answer(Status.END, b"")

@@ -11,18 +11,21 @@ from monarch_backend._transport.local.peer import Peer
 
 
 class StreamCredit:
-    """Number of values that a generator may still send to its reader."""
+    """Number of values that a generator may send to its reader, and of those that it has sent.
 
-    __slots__ = ("credit", "ready", "wait_lock")
+    Each number is written by one thread: ``granted`` by the reading thread, ``sent`` by the actor's.
+    """
+
+    __slots__ = ("granted", "ready", "sent", "wait_lock")
 
     def __init__(self) -> None:
-        self.credit = STREAM_WINDOW
+        self.granted, self.sent = STREAM_WINDOW, 0
         self.ready = False
         self.wait_lock: threading.Lock | None = None
 
     def more(self, count: int) -> None:
         """Add credit, after the reader has taken values."""
-        self.credit += count
+        self.granted += count
         self.ready = True
         release(self)
 
