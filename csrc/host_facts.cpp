@@ -10,6 +10,7 @@
 
 #if !defined(MONARCH_PORTABLE)
 #include <cerrno>
+#include <csignal>
 #include <fstream>
 
 #include <sys/syscall.h>
@@ -62,6 +63,7 @@ bool can_read_child_memory() {
   const bool ok = child > 0 && process_vm_readv(child, &local, 1, &remote, 1, 0) == sizeof copy && copy == source;
   close(hold[1]);
   if (child > 0) {
+    kill(child, SIGKILL);  // another child that was forked meanwhile may hold the pipe open
     while (waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
     }
   }

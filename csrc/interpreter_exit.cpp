@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <exception>
+#include <mutex>
 
 #include <pthread.h>
 #if defined(__linux__)
@@ -45,8 +46,11 @@ bool on_main_thread() {
 }
 
 void park_threads_at_exit() {
+  static std::mutex installing;
+  const std::lock_guard lock(installing);
   if (std::get_terminate() == on_terminate) return;
-  previous = std::set_terminate(on_terminate);
+  previous = std::get_terminate();  // before a thread can need it
+  std::set_terminate(on_terminate);
 }
 
 }  // namespace monarch

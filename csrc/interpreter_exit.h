@@ -10,7 +10,7 @@ bool on_main_thread();
 // is unwound, and where a noexcept function stands on it (the destructor of a tensor, in one of Gloo's threads)
 // C++ calls std::terminate: a script that did everything right ends with SIGABRT. From here on such a thread
 // sleeps until the process is gone, as Python 3.14 has it. All other calls of std::terminate stay what they are.
-// Call with the GIL, from any thread; a second call does nothing.
+// From any thread; a second call does nothing.
 void park_threads_at_exit();
 
 }  // namespace monarch

@@ -10,7 +10,7 @@ namespace monarch {
 
 namespace {
 
-// Set with the GIL.
+// Set once, by the module of Python that uses them, before other threads can import it.
 PyTypeObject* tensor_type = nullptr;
 PyObject* forbid_writing = nullptr;  // torch's
 PyObject* error = nullptr;           // the class; its instances have a message without arguments

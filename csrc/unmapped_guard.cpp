@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdint>
+#include <mutex>
 #include <system_error>
 
 #include <fcntl.h>
@@ -38,6 +39,7 @@ std::array<std::atomic<bool>, kSignals.size()> has_passed{};  // whether a signa
 std::atomic<OnAbsentUse> on_absent_use{nullptr};
 std::atomic<bool> is_open{false};  // whether anything may be mapped there
 std::atomic<std::size_t> given{0};
+std::mutex setting_up;  // of the addresses, and of the handler
 
 // Only what a signal handler may do: no allocation, no stdio, no lock.
 class SignalSafeText {
@@ -144,6 +146,7 @@ std::size_t most_addresses() {
 }  // namespace
 
 bool reserve_absent_memory(OnAbsentUse on_use) {
+  const std::lock_guard lock(setting_up);
   const std::size_t most = most_addresses();
   for (std::size_t size = kMost; absent == 0 && size >= kLeast; size /= 2) {
     void* mapped = size <= most ? map_absent(nullptr, size) : nullptr;
@@ -169,6 +172,7 @@ void close_absent_memory() {
 }
 
 void explain_absent_memory(const std::string& note) {
+  const std::lock_guard lock(setting_up);
   if (note_length == 0) {
     note_length = note.copy(note_text.data(), kLongest);
     stderr_is_open = fcntl(STDERR_FILENO, F_GETFD) >= 0;

@@ -30,8 +30,8 @@ void close_absent_memory();
 // Install the handler of SIGSEGV and SIGBUS that does this, unless it is installed. If the process cannot continue, the
 // handler writes the pid, the address and `note` to stderr, and passes the signal to the earlier handler (Python's
 // faulthandler, a debugger's). So does a fault at an address near 0, which is never mapped. Call it again if
-// another handler may have been installed since: it keeps the first `note`, which is cut at 1,000 bytes. Call with the
-// GIL, or from one thread. Raises std::system_error if the kernel refuses.
+// another handler may have been installed since: it keeps the first `note`, which is cut at 1,000 bytes. From any
+// thread. Raises std::system_error if the kernel refuses.
 void explain_absent_memory(const std::string& note);
 
 }  // namespace monarch

@@ -1,6 +1,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
+
+_Item = TypeVar("_Item")
 
 is_portable: bool
 """Whether the core was built without what only Linux has: on macOS, and with MONARCH_BUILD_PORTABLE=1."""
@@ -115,6 +117,11 @@ class Plan:
     special: Callable[[Any, Any, Any], Any] | None
 
     def __init__(self, target: Any, special: Any, scalars: int, names: frozenset[str], /) -> None: ...
+    def forget(self, key: Any, /) -> None:
+        """Remove an entry. Records that use it were written before this returns."""
+
+def take_all(words: list[_Item], /) -> list[_Item]:
+    """Remove all items of a list, and return them as a new list, in one step."""
 
 def set_up_issue(
     tensor: type, make: Callable[..., Any], no_pointer: Callable[[Any], object], is_inference: Callable[[], bool],

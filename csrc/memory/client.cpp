@@ -663,8 +663,7 @@ class Client::LeasedConnection : public StagingConnection {
   ~LeasedConnection() override { release(); }
 
   void release() override {
-    if (released_ || pool_.forked()) return;
-    released_ = true;
+    if (pool_.forked() || released_.exchange(true)) return;
     pool_.give_back(stream_, failed_ || !stream_.has_all());
   }
 
@@ -698,7 +697,8 @@ class Client::LeasedConnection : public StagingConnection {
   Pool& pool_;
   const Limits limits_;
   Stream& stream_;
-  bool failed_ = false, released_ = false;
+  bool failed_ = false;
+  std::atomic<bool> released_{false};
 };
 
 Client::Client(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& owner_token,

@@ -1,6 +1,8 @@
 // Places in the program: the innermost of its frames, and the number that they have together.
 #include <array>
+#include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <unordered_map>
 
 #include "py_handle.h"
@@ -27,8 +29,9 @@ struct Hash {
 };
 
 // Never freed, and neither are the code objects: Python keeps them.
-PyObject* is_internal = nullptr;  // called once for each code object
-PyObject* number_of = nullptr;    // called once for each call site
+std::atomic<PyObject*> is_internal{nullptr};  // called once for each code object
+std::atomic<PyObject*> number_of{nullptr};    // called once for each call site
+GilMutex known_lock;                          // of the two maps
 std::unordered_map<PyObject*, bool>& internal() {
   static auto* known = new std::unordered_map<PyObject*, bool>;
   return *known;
@@ -53,9 +56,25 @@ long last_of(const Owned& frame) {
 
 // 1 or 0; -1 with an error.
 int query_internal(PyObject* code) {
-  const Owned answer = own(PyObject_CallOneArg(is_internal, code));
+  {
+    const std::lock_guard lock(known_lock);
+    const auto known = internal().find(code);
+    if (known != internal().end()) return known->second;
+  }
+  PyObject* const call = is_internal;
+  if (call == nullptr) return PyErr_SetString(PyExc_RuntimeError, "set_up_call_sites() comes first"), -1;
+  const Owned answer = own(PyObject_CallOneArg(call, code));
   if (!answer) return -1;
-  return internal()[code] = PyObject_IsTrue(answer.get()) == 1;
+  const bool found = PyObject_IsTrue(answer.get()) == 1;
+  const std::lock_guard lock(known_lock);
+  return internal()[code] = found;
+}
+
+// A new reference; nullptr if the call site is new.
+PyObject* known_number(const Key& key) {
+  const std::lock_guard lock(known_lock);
+  const auto known = numbers().find(key);
+  return known != numbers().end() ? Py_NewRef(known->second) : nullptr;
 }
 
 PyObject* query_number(const Key& key, const std::array<Owned, kLines>& codes, int count) {
@@ -66,20 +85,19 @@ PyObject* query_number(const Key& key, const std::array<Owned, kLines>& codes, i
     if (site == nullptr) return nullptr;
     PyTuple_SET_ITEM(call_sites.get(), i, site);
   }
-  PyObject* number = PyObject_CallOneArg(number_of, call_sites.get());
-  if (number == nullptr) return nullptr;
-  const auto [kept, is_new] = numbers().emplace(key, number);
-  if (!is_new) {  // another thread was here meanwhile
-    Py_DECREF(number);
-  }
+  Owned number = own(PyObject_CallOneArg(number_of, call_sites.get()));
+  if (!number) return nullptr;
+  const std::lock_guard lock(known_lock);
+  const auto [kept, is_new] = numbers().emplace(key, number.get());
+  if (is_new) number.release();  // else another thread was here meanwhile
   return Py_NewRef(kept->second);
 }
 
 PyObject* set_up(PyObject*, PyObject* args) {
   PyObject *internal_now, *number_now;
   if (!PyArg_ParseTuple(args, "OO", &internal_now, &number_now)) return nullptr;
-  Py_XSETREF(is_internal, Py_NewRef(internal_now));
-  Py_XSETREF(number_of, Py_NewRef(number_now));
+  Py_INCREF(args);  // never released: another thread may be in an earlier callback
+  number_of = number_now, is_internal = internal_now;
   Py_RETURN_NONE;
 }
 
@@ -100,16 +118,15 @@ PyObject* current_call_site() {
   Owned frame = share(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   for (; frame && count < kLines; frame = back_of(frame)) {
     Owned code = own(reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.get()))));
-    const auto known = internal().find(code.get());
-    const int skip = known != internal().end() ? known->second : query_internal(code.get());
+    const int skip = query_internal(code.get());
     if (skip < 0) return nullptr;
     if (skip) continue;
     key.words[2 * count] = reinterpret_cast<std::uintptr_t>(code.get());
     key.words[2 * count + 1] = static_cast<std::uintptr_t>(last_of(frame));
     codes[count++] = std::move(code);
   }
-  const auto known = numbers().find(key);
-  return known != numbers().end() ? Py_NewRef(known->second) : query_number(key, codes, count);
+  PyObject* const number = known_number(key);
+  return number != nullptr ? number : query_number(key, codes, count);
 }
 
 bool add_call_sites(PyObject* module) { return PyModule_AddFunctions(module, functions) == 0; }

@@ -1,17 +1,23 @@
 // Hot path of a command in the controller: makes a key from the arguments, looks up the cached entry, and appends the
 // record's words. Python handles misses and all questions to torch.
 //
-// No Python code runs between the lookup of a signature and the last word of its record. So no other thread's words
-// come in between, and no other thread removes the signature.
+// The words of a record are appended in one step: no other thread's words come in between, and no batch ends there. The
+// same step checks that no other thread has forgotten the signature since it was looked up. With a GIL the step is the
+// code between two calls of Python code; without one, `records_lock` makes it one.
 #include "py_handle.h"
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <mutex>
+#include <new>
 #include <unordered_map>
 #include <vector>
+
+#include <pthread.h>
 
 namespace monarch::records {
 namespace {
@@ -43,6 +49,7 @@ struct Entry {
   long long bytes;  // of its results, on a rank
   Py_ssize_t at;  // position of the argument that it changes and returns; -1: `returns` finds it
   std::int64_t used;
+  bool forgotten;  // with `records_lock`: the workers are about to forget it
 };
 
 struct Plan {
@@ -61,6 +68,7 @@ PyObject* empty(PyTypeObject* type) {
 }
 
 PyTypeObject *sink_type, *ref_type, *entry_type, *plan_type;
+GilMutex records_lock;  // of all words that this file appends, of Sink, and of the part of Entry that `prepare` sets
 
 // Layout of the objects of one struct: the offsets of their references.
 template <class T>
@@ -176,13 +184,13 @@ PyMemberDef ref_members[] = {
 
 // Entry, Plan ------------------------------------------------------------------------------------------------------
 
-std::int64_t now = 0;  // the number of records so far
+std::atomic<std::int64_t> now{0};  // the number of records so far
 
 PyObject* entry_new(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* made = empty<Entry>(type);
   if (made == nullptr) return nullptr;
   auto* entry = reinterpret_cast<Entry*>(made);
-  entry->at = -1, entry->used = now;
+  entry->at = -1, entry->used = now.load(std::memory_order_relaxed);
   return made;
 }
 
@@ -213,6 +221,27 @@ PyObject* plan_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return reinterpret_cast<PyObject*>(made);
 }
 
+// plan.forget(key): remove an entry. Later words of this process do not use it.
+PyObject* plan_forget(PyObject* self, PyObject* key) {
+  PyObject* const entries = reinterpret_cast<Plan*>(self)->entries;
+  const Owned entry = own(new_reference_to_value(entries, key));
+  if (!entry) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+  if (PyDict_DelItem(entries, key) < 0) {
+    if (!PyErr_ExceptionMatches(PyExc_KeyError)) return nullptr;
+    PyErr_Clear();  // another thread was faster
+  }
+  if (Py_TYPE(entry.get()) == entry_type) {
+    const std::lock_guard lock(records_lock);
+    reinterpret_cast<Entry*>(entry.get())->forgotten = true;
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef plan_methods[] = {
+    {"forget", plan_forget, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 PyMemberDef plan_members[] = {
     {"entries", T_OBJECT, offsetof(Plan, entries), READONLY, nullptr},
     {"target", T_OBJECT, offsetof(Plan, target), READONLY, nullptr},
@@ -222,6 +251,7 @@ PyMemberDef plan_members[] = {
 
 // Functions of Python ------------------------------------------------------------------------------------------------
 
+// Set once, by the module of Python that uses them, before other threads can import it.
 struct Callbacks {
   PyObject *tensor, *make, *no_pointer, *is_inference;  // of torch
   PyObject *constants;                                  // the types of arguments that are themselves in a key
@@ -234,6 +264,7 @@ std::unordered_map<PyObject*, Plan*>& plans() {  // operators are never freed, a
   static auto* known = new std::unordered_map<PyObject*, Plan*>;
   return *known;
 }
+GilMutex plans_lock;
 
 // Keys -------------------------------------------------------------------------------------------------------------
 
@@ -253,6 +284,7 @@ class Operands {
     if (more_.empty()) more_.assign(few_.begin(), few_.end());
     more_.push_back(stolen);
   }
+  Py_ssize_t size() const { return static_cast<Py_ssize_t>(more_.empty() ? count_ : more_.size()); }
   PyObject** begin() { return more_.empty() ? few_.data() : more_.data(); }
   PyObject** end() { return more_.empty() ? few_.data() + count_ : more_.data() + more_.size(); }
 
@@ -266,6 +298,17 @@ bool fits(PyObject* number) {
   int overflow = 0;
   PyLong_AsLongLongAndOverflow(number, &overflow);
   return overflow == 0;
+}
+
+// nullptr: another thread has changed a list or dict of arguments during the call.
+PyObject* changed_arguments() {
+  PyErr_SetString(PyExc_RuntimeError, "a list or dict of arguments was changed during the call");
+  return nullptr;
+}
+
+// An item of a list or tuple; empty behind the end of a list that another thread has made shorter.
+Owned item_of(PyObject* sequence, Py_ssize_t i) {
+  return PyList_Check(sequence) ? own(new_reference_to_item(sequence, i)) : share(PyTuple_GET_ITEM(sequence, i));
 }
 
 PyObject* part_of_list(PyObject* list, Operands& operands);
@@ -303,8 +346,10 @@ PyObject* part_of_list(PyObject* list, Operands& operands) {
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(list);
   Owned found = own(PyTuple_New(size));
   if (!found) return nullptr;
-  for (Py_ssize_t i = 0; i < size && i < PySequence_Fast_GET_SIZE(list); ++i) {
-    PyObject* each = part_of(PySequence_Fast_GET_ITEM(list, i), false, operands);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    const Owned item = item_of(list, i);
+    if (!item) return changed_arguments();
+    PyObject* each = part_of(item.get(), false, operands);
     if (each == nullptr) return nullptr;
     PyTuple_SET_ITEM(found.get(), i, each);
   }
@@ -321,18 +366,24 @@ Owned key_of(Plan* plan, PyObject* args, PyObject* kwargs, PyObject* workers, Op
   if (first) PyTuple_SET_ITEM(key.get(), at++, Py_NewRef(workers));
   for (Py_ssize_t i = 0; i < count; ++i) {
     const bool is_scalar = i < 64 && (plan->scalars >> i & 1);
-    PyObject* part = part_of(PySequence_Fast_GET_ITEM(args, i), is_scalar, operands);
+    const Owned item = item_of(args, i);
+    if (!item) return own(changed_arguments());
+    PyObject* part = part_of(item.get(), is_scalar, operands);
     if (part == nullptr) return {};
     PyTuple_SET_ITEM(key.get(), at++, part);
   }
-  PyObject *name, *value;
-  for (Py_ssize_t next = 0; named && PyDict_Next(kwargs, &next, &name, &value);) {
-    PyObject* part = part_of(value, PySet_Contains(plan->named, name) == 1, operands);
+  if (!named) return key;
+  const ObjectLock lock(kwargs);
+  PyObject *found, *other;
+  for (Py_ssize_t next = 0; at < PyTuple_GET_SIZE(key.get()) && PyDict_Next(kwargs, &next, &found, &other);) {
+    Owned name = share(found);
+    const Owned value = share(other);
+    PyObject* part = part_of(value.get(), PySet_Contains(plan->named, name.get()) == 1, operands);
     if (part == nullptr) return {};
-    PyTuple_SET_ITEM(key.get(), at++, Py_NewRef(name));
+    PyTuple_SET_ITEM(key.get(), at++, name.release());
     PyTuple_SET_ITEM(key.get(), at++, part);
   }
-  return key;
+  return at == PyTuple_GET_SIZE(key.get()) ? std::move(key) : own(changed_arguments());
 }
 
 // Results ----------------------------------------------------------------------------------------------------------
@@ -351,6 +402,17 @@ Owned tensor_of(PyObject* form, PyObject* meta, const Owned& ref) {
     return {};
   }
   return made;
+}
+
+// Only `used` orders entries, so it need not be exact.
+void note_use(Entry* entry) {
+#if defined(Py_GIL_DISABLED)
+  const std::int64_t next = now.fetch_add(1, std::memory_order_relaxed) + 1;
+#else
+  const std::int64_t next = now.load(std::memory_order_relaxed) + 1;
+  now.store(next, std::memory_order_relaxed);
+#endif
+  __atomic_store_n(&entry->used, next, __ATOMIC_RELAXED);
 }
 
 Sink* sink_of(Entry* entry) { return reinterpret_cast<Sink*>(entry->sink); }
@@ -372,34 +434,69 @@ bool prepare(Entry* entry) {
   if (!is_right) return PyErr_SetString(PyExc_TypeError, "an entry has a Sink, and a tuple of results"), false;
   const Py_ssize_t count = PyTuple_GET_SIZE(entry->outs);
   Owned forms = own(PyTuple_New(count));
-  entry->bytes = 0;
+  long long bytes = 0;
   for (Py_ssize_t i = 0; forms && i < count; ++i) {
     PyObject* meta = PyTuple_GET_ITEM(entry->outs, i);
-    if (!add_bytes(meta, entry->bytes)) return false;
+    if (!add_bytes(meta, bytes)) return false;
     PyObject* form = meta == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(meta, name_form);
     if (form == nullptr) return false;
     PyTuple_SET_ITEM(forms.get(), i, form);
   }
   if (!forms) return false;
-  Py_XSETREF(entry->forms, forms.release());
-  Py_XSETREF(entry->sink, sink.release());
+  const std::lock_guard lock(records_lock);
+  if (entry->sink != nullptr) return true;  // another thread was faster
+  entry->bytes = bytes;
+  entry->forms = forms.release();
+  entry->sink = sink.release();
   return true;
+}
+
+bool is_prepared(Entry* entry) {
+  const std::lock_guard lock(records_lock);
+  return entry->sink != nullptr;
+}
+
+// Remove all items of a list, and return them as a new list. One step for other threads.
+Owned take_all(PyObject* list) {
+  const ObjectLock lock(list);
+  const Py_ssize_t count = PyList_GET_SIZE(list);
+  Owned taken = own(PyList_GetSlice(list, 0, count));
+  if (taken && PyList_SetSlice(list, 0, count, nullptr) < 0) return {};
+  return taken;
+}
+
+// Append words in one step.
+bool append_all(PyObject* words, PyObject* more) {
+  const Py_ssize_t end = PY_SSIZE_T_MAX;  // wherever it is now
+  return PyList_SetSlice(words, end, end, more) == 0;
 }
 
 // Delete unreachable tensors after all words so far and before new ones: otherwise a batch of large results would keep
 // all of them in memory at once.
 bool delete_first(Sink* sink) {
-  const Py_ssize_t count = PyList_GET_SIZE(sink->unreachable);
   sink->made = 0;
+  const Owned dead = take_all(sink->unreachable);
+  if (!dead) return false;
+  const Py_ssize_t count = PyList_GET_SIZE(dead.get());
   if (count == 0) return true;
-  const Owned kind = own(PyLong_FromLong(kDelete)), how_many = own(PyLong_FromSsize_t(count));
-  if (!kind || !how_many) return false;
-  if (PyList_Append(sink->words, kind.get()) < 0 || PyList_Append(sink->words, how_many.get()) < 0) return false;
-  const Py_ssize_t end = PyList_GET_SIZE(sink->words);
-  return PyList_SetSlice(sink->words, end, end, sink->unreachable) == 0 && PyList_SetSlice(sink->unreachable, 0, count, nullptr) == 0;
+  const Owned head = own(Py_BuildValue("[ln]", kDelete, count));
+  return head && append_all(head.get(), dead.get()) && append_all(sink->words, head.get());
 }
 
 // The ids of the results are Refs from here on: after any error, the workers delete unreferenced results.
+#if defined(Py_GIL_DISABLED)
+bool append_record(Entry* entry, PyObject* site, Operands& operands, Operands& refs) {
+  const Owned record = own(PyTuple_New(2 + operands.size() + refs.size()));
+  if (!record) return false;
+  Py_ssize_t at = 0;
+  const auto add = [&](PyObject* word) { PyTuple_SET_ITEM(record.get(), at++, Py_NewRef(word)); };
+  add(entry->number);
+  add(site);
+  for (PyObject* each : operands) add(each);
+  for (PyObject* each : refs) add(Py_TYPE(each) == ref_type ? reinterpret_cast<Ref*>(each)->id : each);
+  return append_all(sink_of(entry)->words, record.get());
+}
+#else
 bool append_record(Entry* entry, PyObject* site, Operands& operands, Operands& refs) {
   Sink* sink = sink_of(entry);
   PyObject* words = sink->words;
@@ -410,6 +507,7 @@ bool append_record(Entry* entry, PyObject* site, Operands& operands, Operands& r
   }
   return done;
 }
+#endif
 
 bool make_refs(Entry* entry, Operands& refs) {
   const Py_ssize_t count = PyTuple_GET_SIZE(entry->outs);
@@ -433,7 +531,7 @@ PyObject* results_of(Entry* entry, Operands& refs, PyObject* args, PyObject* kwa
   if (entry->kind == kOne) return tensor(0, *refs.begin());
   if (entry->kind == kNone) {
     if (entry->at >= 0 && entry->at < PySequence_Fast_GET_SIZE(args)) {
-      return Py_NewRef(PySequence_Fast_GET_ITEM(args, entry->at));
+      if (Owned changed = item_of(args, entry->at)) return changed.release();
     }
     if (entry->returns == nullptr || entry->returns == Py_None) Py_RETURN_NONE;
     const Owned named = kwargs == Py_None ? own(PyDict_New()) : share(kwargs);
@@ -455,19 +553,28 @@ PyObject* results_of(Entry* entry, Operands& refs, PyObject* args, PyObject* kwa
   return found.release();
 }
 
-PyObject* emit(const Owned& held, const Owned& site, Operands& operands, PyObject* args, PyObject* kwargs) {
+// nullptr with `is_stale`, and without an error, if another thread has forgotten the entry since it was looked up.
+PyObject* emit(const Owned& held, const Owned& site, Operands& operands, PyObject* args, PyObject* kwargs, bool& is_stale) {
   auto* entry = reinterpret_cast<Entry*>(held.get());
-  entry->used = ++now;
+  note_use(entry);
   if (entry->number == nullptr || !PyLong_Check(entry->number)) return PyErr_SetString(PyExc_TypeError, "an entry without a number"), nullptr;
   if (PyLong_AsLong(entry->number) == 0) return Py_NewRef(entry->host == nullptr ? Py_None : entry->host);
-  if (entry->sink == nullptr && !prepare(entry)) return nullptr;
+  if (!is_prepared(entry) && !prepare(entry)) return nullptr;
   Sink* sink = sink_of(entry);
   Operands refs;
   if (!make_refs(entry, refs)) return nullptr;
-  const bool is_first = PyList_GET_SIZE(sink->words) == 0;
-  if (entry->bytes != 0 && (sink->made += entry->bytes) >= sink->most && !delete_first(sink)) return nullptr;
-  if (!append_record(entry, site.get(), operands, refs)) return nullptr;
-  ++sink->records;
+  bool is_first = false;
+  {
+    const std::lock_guard lock(records_lock);
+    is_stale = entry->forgotten;
+    if (is_stale) return nullptr;
+    is_first = PyList_GET_SIZE(sink->words) == 0;
+    if (entry->bytes != 0 && (sink->made += entry->bytes) >= sink->most && !delete_first(sink)) return nullptr;
+    if (!append_record(entry, site.get(), operands, refs)) return nullptr;
+    // Another thread may have taken the earlier words since the first look.
+    is_first = is_first || PyList_GET_SIZE(sink->words) <= 2 + operands.size() + refs.size();
+    ++sink->records;
+  }
   if (is_first && !own(PyObject_CallNoArgs(sink->wake))) return nullptr;
   if ((PyList_GET_SIZE(sink->words) > sink->limit || sink->debug) && !own(PyObject_CallNoArgs(sink->full))) {
     return nullptr;
@@ -487,14 +594,18 @@ PyObject* run(Plan* plan, PyObject* args, PyObject* kwargs, PyObject* workers) {
     PyErr_Clear();
     return PyObject_CallFunctionObjArgs(callbacks.with_host, plan, args, kwargs, nullptr);
   }
-  Owned entry = share(PyDict_GetItemWithError(plan->entries, key.get()));
-  if (!entry) {
-    if (PyErr_Occurred()) return nullptr;
-    entry = own(PyObject_CallFunctionObjArgs(callbacks.missing, plan, key.get(), args, kwargs, workers, nullptr));
-    if (!entry) return nullptr;
+  for (;;) {
+    Owned entry = own(new_reference_to_value(plan->entries, key.get()));
+    if (!entry) {
+      if (PyErr_Occurred()) return nullptr;
+      entry = own(PyObject_CallFunctionObjArgs(callbacks.missing, plan, key.get(), args, kwargs, workers, nullptr));
+      if (!entry) return nullptr;
+    }
+    if (Py_TYPE(entry.get()) != entry_type) return PyErr_SetString(PyExc_TypeError, "no Entry"), nullptr;
+    bool is_stale = false;
+    PyObject* const result = emit(entry, site, operands, args, kwargs, is_stale);
+    if (!is_stale) return result;
   }
-  if (Py_TYPE(entry.get()) != entry_type) return PyErr_SetString(PyExc_TypeError, "no Entry"), nullptr;
-  return emit(entry, site, operands, args, kwargs);
 }
 
 bool are_arguments(PyObject* args, PyObject* kwargs) {
@@ -504,18 +615,33 @@ bool are_arguments(PyObject* args, PyObject* kwargs) {
   return false;
 }
 
+Plan* known_plan(PyObject* op) {
+  const std::lock_guard lock(plans_lock);
+  const auto known = plans().find(op);
+  return known == plans().end() ? nullptr : known->second;
+}
+
+// A borrowed reference: plans are never freed. nullptr with an error.
+Plan* plan_of(PyObject* op) {
+  if (Plan* const known = known_plan(op)) return known;
+  Owned plan = own(PyObject_CallOneArg(callbacks.plan_of, op));
+  if (!plan) return nullptr;
+  if (Py_TYPE(plan.get()) != plan_type) return PyErr_SetString(PyExc_TypeError, "no Plan"), nullptr;
+  const std::lock_guard lock(plans_lock);
+  const auto [kept, is_new] = plans().emplace(op, reinterpret_cast<Plan*>(plan.get()));
+  if (is_new) {  // else another thread was faster
+    Py_INCREF(op);
+    plan.release();
+  }
+  return kept->second;
+}
+
 PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != 3 || !are_arguments(given[1], given[2])) {
     return PyErr_Occurred() ? nullptr : (PyErr_SetString(PyExc_TypeError, "dispatch(func, args, kwargs)"), nullptr);
   }
-  auto known = plans().find(given[0]);
-  if (known == plans().end()) {
-    PyObject* plan = PyObject_CallOneArg(callbacks.plan_of, given[0]);
-    if (plan == nullptr) return nullptr;
-    if (Py_TYPE(plan) != plan_type) return PyErr_SetString(PyExc_TypeError, "no Plan"), nullptr;
-    known = plans().emplace(Py_NewRef(given[0]), reinterpret_cast<Plan*>(plan)).first;
-  }
-  Plan* plan = known->second;
+  Plan* const plan = plan_of(given[0]);
+  if (plan == nullptr) return nullptr;
   if (plan->special == Py_None) return run(plan, given[1], given[2], Py_None);
   const Owned named = given[2] == Py_None ? own(PyDict_New()) : share(given[2]);
   return named ? PyObject_CallFunctionObjArgs(plan->special, given[0], given[1], named.get(), nullptr) : nullptr;
@@ -539,19 +665,28 @@ PyObject* set_up(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* take_all_words(PyObject*, PyObject* list) {
+  if (!PyList_CheckExact(list)) return PyErr_SetString(PyExc_TypeError, "take_all() takes a list"), nullptr;
+  return take_all(list).release();
+}
+
 PyMethodDef functions[] = {
+    {"take_all", take_all_words, METH_O, nullptr},
     {"set_up_issue", set_up, METH_VARARGS, nullptr},
     {"dispatch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(dispatch)), METH_FASTCALL, nullptr},
     {"issue", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(issue)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
+PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
+
 template <class T>
 PyTypeObject* add_type(PyObject* module, const char* name, newfunc make, PyMemberDef* members,
-                       inquiry clear_it = clear<T>, destructor free_it = free_of<T>) {
+                       inquiry clear_it = clear<T>, destructor free_it = free_of<T>, PyMethodDef* methods = no_methods) {
   PyType_Slot slots[] = {
       {Py_tp_new, reinterpret_cast<void*>(make)},
       {Py_tp_members, members},
+      {Py_tp_methods, methods},
       {Py_tp_traverse, reinterpret_cast<void*>(traverse<T>)},
       {Py_tp_clear, reinterpret_cast<void*>(clear_it)},
       {Py_tp_dealloc, reinterpret_cast<void*>(free_it)},
@@ -566,6 +701,10 @@ PyTypeObject* add_type(PyObject* module, const char* name, newfunc make, PyMembe
 }  // namespace
 
 bool add_issue(PyObject* module) {
+#if defined(Py_GIL_DISABLED)
+  // A thread that holds the lock may be detached, and its process forked, while it waits for the lock of a list.
+  pthread_atfork(nullptr, nullptr, [] { new (&records_lock) GilMutex; });
+#endif
   name_ref = PyUnicode_InternFromString("_ref");
   name_meta = PyUnicode_InternFromString("_meta");
   name_form = PyUnicode_InternFromString("form");
@@ -574,7 +713,8 @@ bool add_issue(PyObject* module) {
   sink_type = add_type<Sink>(module, "monarch_backend._native.Sink", sink_new, sink_members);
   ref_type = add_type<Ref>(module, "monarch_backend._native.Ref", ref_new, ref_members, ref_clear, ref_free);
   entry_type = add_type<Entry>(module, "monarch_backend._native.Entry", entry_new, entry_members);
-  plan_type = add_type<Plan>(module, "monarch_backend._native.Plan", plan_new, plan_members);
+  plan_type = add_type<Plan>(module, "monarch_backend._native.Plan", plan_new, plan_members, clear<Plan>, free_of<Plan>,
+                             plan_methods);
   return name_sink && name_nbytes && sink_type && ref_type && entry_type && plan_type && PyModule_AddFunctions(module, functions) == 0;
 }
 

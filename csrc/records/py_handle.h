@@ -6,6 +6,8 @@
 
 #include <utility>
 
+#include "gil_mutex.h"
+
 namespace monarch::records {
 
 // A reference of ours; empty where an error is set.

@@ -100,9 +100,9 @@ PyObject* value_of(const Argument& argument, PyObject** words, PyObject* tensors
       return Py_NewRef(words[argument.at]);
     case Argument::kTensor: {
       if (!PyDict_CheckExact(tensors)) return PyObject_GetItem(tensors, words[argument.at]);
-      PyObject* found = PyDict_GetItemWithError(tensors, words[argument.at]);
+      PyObject* found = new_reference_to_value(tensors, words[argument.at]);
       if (found == nullptr && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, words[argument.at]);
-      return Py_XNewRef(found);
+      return found;
     }
     case Argument::kList:
       break;
@@ -116,6 +116,12 @@ PyObject* value_of(const Argument& argument, PyObject** words, PyObject* tensors
   return list.release();
 }
 
+// Python code may replace the function while another thread calls it.
+Owned function_of(Call* call) {
+  const ObjectLock lock(reinterpret_cast<PyObject*>(call));
+  return share(call->function);
+}
+
 PyObject* result_of(Call* call, PyObject** words, PyObject* tensors) {
   constexpr std::size_t kFew = 12;
   const std::size_t count = call->arguments->size();
@@ -127,7 +133,8 @@ PyObject* result_of(Call* call, PyObject** words, PyObject* tensors) {
   PyObject* result = nullptr;
   if (done == count) {
     const std::size_t named = call->names == nullptr ? 0 : static_cast<std::size_t>(PyTuple_GET_SIZE(call->names));
-    result = PyObject_Vectorcall(call->function, given, (count - named) | PY_VECTORCALL_ARGUMENTS_OFFSET, call->names);
+    const Owned function = function_of(call);
+    result = PyObject_Vectorcall(function.get(), given, (count - named) | PY_VECTORCALL_ARGUMENTS_OFFSET, call->names);
   }
   while (done > 0) Py_DECREF(given[--done]);
   return result;
@@ -209,7 +216,7 @@ struct Batch {
 
 // Number of words of the record at i; 0 if Python must execute it, -1 with an error.
 Py_ssize_t execute_one(const Batch& batch, PyObject** words, Py_ssize_t left) {
-  const Owned call = share(PyDict_GetItemWithError(batch.calls, words[0]));
+  const Owned call = own(new_reference_to_value(batch.calls, words[0]));
   const bool may_wait = PyDict_GET_SIZE(batch.pending) > 0;
   if (!call) {
     if (PyErr_Occurred()) return -1;
@@ -240,7 +247,7 @@ PyObject* execute(PyObject*, PyObject* args) {
     return nullptr;
   }
   if (i < 0) return PyErr_SetString(PyExc_IndexError, "execute() begins at a word"), nullptr;
-  // The words are a batch that does not change. A tuple would guarantee that, but cost a copy.
+  // The words are a batch that does not change, and only this thread has it. A tuple would guarantee that, but cost a copy.
   for (Py_ssize_t end; i < (end = PyList_GET_SIZE(batch.words));) {
     PyObject** words = reinterpret_cast<PyListObject*>(batch.words)->ob_item + i;
     const Py_ssize_t past = execute_one(batch, words, end - i);

@@ -80,6 +80,7 @@ void Engine::submit_async(std::shared_ptr<Group> group, std::shared_ptr<Operatio
 }
 
 void Engine::stop() {
+  const std::lock_guard stopping(stopping_);
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;

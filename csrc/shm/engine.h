@@ -52,6 +52,7 @@ class Engine {
 
   std::shared_ptr<Host> host_;
   Callbacks callbacks_;
+  std::mutex stopping_;  // one thread joins
   std::mutex mutex_;
   std::condition_variable work_;
   std::vector<Task> tasks_;

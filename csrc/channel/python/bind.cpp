@@ -43,12 +43,20 @@ class BufferViews {
     if (objects.is_none()) return {};
     if (PyBytes_CheckExact(objects.ptr())) return {add(objects)};
     std::vector<Slice> slices;
-    for (py::handle object : objects) slices.push_back(add(object));
+    for (py::handle object : objects) {
+#if defined(Py_GIL_DISABLED)
+      items_.push_back(py::reinterpret_borrow<py::object>(object));  // another thread may take it out of a list
+#endif
+      slices.push_back(add(object));
+    }
     return slices;
   }
 
  private:
   std::vector<Py_buffer> views_;
+#if defined(Py_GIL_DISABLED)
+  std::vector<py::object> items_;
+#endif
 };
 
 Payload payload_of(BufferViews& views, py::handle prefix, py::handle body, py::handle buffers) {

@@ -6,8 +6,10 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <mutex>
 #include <tuple>
 
+#include "gil_mutex.h"
 #include "shm/engine.h"
 #include "shm/python/fast_paths.h"
 
@@ -21,9 +23,12 @@ using Release = py::call_guard<py::gil_scoped_release>;
 using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;  // address, bytes
 using FailureTuple = std::optional<std::tuple<std::string, int, std::string>>;   // kind, rank of the culprit, what happened
 
+bool is_done(const Operation& op) { return op.done.load(std::memory_order_acquire); }
+
+// A thread that moves the operation writes its failure and its source before it is done.
 FailureTuple failure_of(const Operation& op) {
   constexpr std::array kinds{"dead", "left", "late", "mismatch", "closed", "full", "unreadable"};
-  if (!op.failure) return std::nullopt;
+  if (!is_done(op) || !op.failure) return std::nullopt;
   return std::tuple(std::string(kinds.at(op.failure->kind)), op.failure->rank, op.failure->text);
 }
 
@@ -70,6 +75,14 @@ std::shared_ptr<void> shared_reference(py::object object) {
           }};
 }
 
+// The owner's reference may end on another thread at the same time, and outside of the lock.
+void forget(Operation& operation) {
+  static GilMutex forgetting;
+  std::shared_ptr<void> kept;
+  const std::lock_guard lock(forgetting);
+  kept.swap(operation.keep);
+}
+
 // Call Python's callback at an operation's end. No code could catch its exceptions.
 std::function<void()> reporting(std::function<void()> then) {
   return [then = std::move(then)] {
@@ -94,6 +107,7 @@ std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, std::vec
   for (std::size_t r = 0; r < peers.size(); ++r) {
     if ((static_cast<int>(r) == rank) == (peers[r] != nullptr)) throw py::value_error("a peer for every rank but one's own");
   }
+  const py::gil_scoped_release release;  // not a call guard: that would cover pybind11's table of instances, too
   return std::make_shared<Group>(std::move(host), rank, std::move(peers), std::move(control_blocks), read_from, std::move(label));
 }
 
@@ -110,6 +124,7 @@ py::tuple collectives() {
 }  // namespace
 
 void bind_shared_memory(py::module_& m) {
+  set_up_fast_paths();
   m.def("collectives", &collectives, "Of each collective the name, whether it has a root, and whether it reduces.");
   py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer", "Another process of this host, alive or not.");
 
@@ -138,14 +153,14 @@ void bind_shared_memory(py::module_& m) {
       });
 
   py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation", "An operation under way.")
-      .def_property_readonly("done", [](const Operation& op) { return op.done.load(std::memory_order_acquire); })
-      .def_property_readonly("source", [](const Operation& op) { return op.source; })
+      .def_property_readonly("done", &is_done)
+      .def_property_readonly("source", [](const Operation& op) { return is_done(op) ? op.source : -1; })
       .def_property_readonly("failure", &failure_of)
-      .def("forget", [](Operation& op) { op.keep.reset(); });
+      .def("forget", &forget);
 
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "A group of ranks on this host.")
       .def(py::init(&make_group), py::arg("host"), py::arg("rank"), py::arg("peers"), py::arg("control_blocks"),
-           py::arg("read_from"), py::arg("label"), Release())
+           py::arg("read_from"), py::arg("label"))
       .def("run",
            [](Group& group, int collective, int dtype, int op, int root, std::uint64_t bytes, const Addresses& in,
               const Addresses& out, const py::object& seconds, const py::object& options) {
@@ -180,7 +195,7 @@ void bind_shared_memory(py::module_& m) {
       .def("wait",
            [](Group& group, Operation& op, double seconds) {
              group.wait(op, after(seconds));
-             return op.done.load(std::memory_order_acquire);
+             return is_done(op);
            },
            Release())
       .def("set_reason", &Group::set_reason)

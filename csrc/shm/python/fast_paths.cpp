@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <optional>
 #include <utility>
 #include <vector>
+
+#include "gil_mutex.h"
 
 namespace py = pybind11;
 
@@ -15,7 +18,7 @@ namespace monarch {
 
 namespace {
 
-// Names of attributes, made once for all fast paths. Never freed, because the interpreter may end first.
+// Names of attributes, made once for all fast paths, by set_up_fast_paths. Never freed, because the interpreter may end first.
 struct Names {
   py::str is_cpu{"is_cpu"}, layout{"layout"}, dtype{"dtype"}, is_contiguous{"is_contiguous"}, is_neg{"is_neg"},
       data_ptr{"data_ptr"}, nbytes{"nbytes"}, shape{"shape"}, async_op{"asyncOp"}, reduce_op{"reduceOp"}, op{"op"},
@@ -48,6 +51,18 @@ std::uint64_t number(const py::object& value) {
 
 bool is_list_of(PyObject* list, Py_ssize_t count) { return PyList_CheckExact(list) && PyList_GET_SIZE(list) == count; }
 
+// The only item of a list; empty if it is no such list.
+py::object only_item_of(PyObject* list) {
+  return is_list_of(list, 1) ? py::reinterpret_steal<py::object>(new_reference_to_item(list, 0)) : py::object();
+}
+
+// Without a GIL, another thread may get a reference to an object of pybind11 at any time.
+#if defined(Py_GIL_DISABLED)
+constexpr bool reuses_works = false;
+#else
+constexpr bool reuses_works = true;
+#endif
+
 struct Plain {
   std::uintptr_t address;
   std::uint64_t bytes;
@@ -62,10 +77,10 @@ class Caller {
   }
 
   PyObject* call(PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
-    auto result = ended_ ? std::nullopt : in_short(args, count, keywords);
+    auto result = ended_.load(std::memory_order_relaxed) ? std::nullopt : in_short(args, count, keywords);
     return result ? result->release().ptr() : at_length(args, count, keywords);
   }
-  void end() { ended_ = true; }
+  void end() { ended_.store(true, std::memory_order_relaxed); }
 
   // The method that this replaces.
   py::object method() const {
@@ -111,7 +126,7 @@ class Caller {
   // earlier state, once no other reference exists.
   py::object work(const Tensors& tensors, const Operation& operation) {
     constexpr std::uint64_t small = 64 << 10;
-    const bool keeps = operation.header.bytes * n_ <= small && its_.form != Form::exchange;
+    const bool keeps = reuses_works && operation.header.bytes * n_ <= small && its_.form != Form::exchange;
     const bool again = keeps && spare_ && Py_REFCNT(spare_.ptr()) == 1;
     py::object work = again ? spare_ : its_.work();
     py::dict state;
@@ -124,25 +139,26 @@ class Caller {
   // The tensors; false where these are not what the collective takes from plain ones in equal pieces.
   bool read(PyObject* const* args, Operation& operation, Tensors& tensors) const {
     const Form form = its_.form;
-    const auto own = [&](PyObject* tensor) {
-      tensors.all.push_back(py::reinterpret_borrow<py::object>(tensor));
-      return tensor;
-    };
+    const auto own = [&](py::object tensor) { return tensors.all.emplace_back(std::move(tensor)).ptr(); };
     PyObject *out = args[0], *in = args[1];
     if (form == Form::gathering) {
-      if (!is_list_of(out, 1) || !is_list_of(in, 1) || !is_list_of(PyList_GET_ITEM(out, 0), static_cast<Py_ssize_t>(n_))) return false;
-      in = own(PyList_GET_ITEM(in, 0));
-      PyObject* const row = PyList_GET_ITEM(out, 0);
+      const py::object row = only_item_of(out), input = only_item_of(in);
+      if (!row || !input || !is_list_of(row.ptr(), static_cast<Py_ssize_t>(n_))) return false;
+      in = own(input);
       for (std::uint64_t r = 0; r < n_; ++r) {
-        tensors.outputs.push_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(row, static_cast<Py_ssize_t>(r))));
+        auto output = py::reinterpret_steal<py::object>(new_reference_to_item(row.ptr(), static_cast<Py_ssize_t>(r)));
+        if (!output) return false;
+        tensors.outputs.push_back(std::move(output));
       }
       return read_row(tensors.outputs, in, operation);
     }
     if (form == Form::in_place) {
-      if (!is_list_of(out, 1)) return false;
-      in = out = PyList_GET_ITEM(out, 0);
+      py::object tensor = only_item_of(out);
+      if (!tensor) return false;
+      in = out = own(std::move(tensor));
+    } else {
+      own(py::reinterpret_borrow<py::object>(in));
     }
-    own(in);
     tensors.outputs.push_back(py::reinterpret_borrow<py::object>(out));
     if (form == Form::exchange && !(is_list_of(args[2], 0) && is_list_of(args[3], 0) && rows(out) && rows(in))) return false;
     const auto to = plain(out), from = in == out ? to : plain(in);
@@ -199,7 +215,7 @@ class Caller {
   }
 
   bool set_dtype(PyObject* dtype, Operation& operation) const {
-    PyObject* const code = PyDict_GetItem(its_.torch.dtypes.ptr(), dtype);
+    PyObject* const code = PyDict_GetItem(its_.torch.dtypes.ptr(), dtype);  // a dict that does not change
     if (code != nullptr) operation.header.dtype = static_cast<Dtype>(PyLong_AsLong(code));
     return code != nullptr;
   }
@@ -260,7 +276,7 @@ class Caller {
     for (const py::handle watch : its_.torch.watches) {
       if (watch().cast<bool>()) return true;
     }
-    return PyDict_GetItem(its_.torch.profiler.ptr(), names().is_profiler_enabled.ptr()) != Py_False;
+    return PyDict_GetItem(its_.torch.profiler.ptr(), names().is_profiler_enabled.ptr()) != Py_False;  // only compared
   }
 
   PyObject* at_length(PyObject* const* args, Py_ssize_t count, PyObject* keywords) const {
@@ -272,7 +288,7 @@ class Caller {
   py::weakref owner_;
   py::str method_;
   py::object spare_;
-  bool ended_ = false;
+  std::atomic<bool> ended_{false};
 };
 
 // A type of its own: a built-in function in the place of an override would mean to pybind11 that there is none, and C++
@@ -326,7 +342,9 @@ void free_callable(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyTypeObject* callable_type() {
+PyTypeObject* callable_type = nullptr;
+
+PyTypeObject* make_callable_type() {
   static PyMemberDef members[] = {
       {"__vectorcalloffset__", T_PYSSIZET, offsetof(Callable, vectorcall), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
   static PyMethodDef methods[] = {{"end", end, METH_NOARGS, "From now on every call takes the method."}, {nullptr, nullptr, 0, nullptr}};
@@ -337,7 +355,7 @@ PyTypeObject* callable_type() {
                                 {Py_tp_getattro, reinterpret_cast<void*>(attribute)},
                                 {0, nullptr}};
   static PyType_Spec spec{"monarch_backend._native.FastPath", sizeof(Callable), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-  static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   if (type == nullptr) throw py::error_already_set();
   return type;
 }
@@ -376,10 +394,14 @@ std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> o
   return operation->failure ? operation : nullptr;
 }
 
+void set_up_fast_paths() {
+  names();
+  callable_type = make_callable_type();
+}
+
 py::object make_fast_path(FastPath fast_path) {
   auto caller = std::make_unique<Caller>(std::move(fast_path));
-  PyTypeObject* const type = callable_type();
-  auto* const self = reinterpret_cast<Callable*>(type->tp_alloc(type, 0));
+  auto* const self = reinterpret_cast<Callable*>(callable_type->tp_alloc(callable_type, 0));
   if (self == nullptr) throw py::error_already_set();
   self->vectorcall = call;
   self->caller = caller.release();

@@ -48,6 +48,9 @@ struct FastPath {
   TorchNames torch;
 };
 pybind11::object make_fast_path(FastPath fast_path);
+// Make what all fast paths share. When the module is made: Python code that runs in the initialisation of a static
+// variable could wait for a thread that waits for the same variable.
+void set_up_fast_paths();
 
 // Run it in this thread, to its end. Return null if it succeeded. Python is called for the time limit only when it is
 // late, because that call costs as much as a small operation. Call with the GIL. An exception of `seconds` is raised

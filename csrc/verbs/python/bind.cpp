@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <array>
+#include <mutex>
 #include <system_error>
 #include <vector>
 
+#include "gil_mutex.h"
 #include "verbs/queue_pairs.h"
 
 namespace py = pybind11;
@@ -19,6 +21,10 @@ using verbs::QueuePair;
 
 constexpr int most_polled = 64;
 
+// Of all queues: nothing uses one between `forget` and its destruction. A call of the device takes less than a
+// microsecond.
+GilMutex queues;
+
 // An object's memory after its header, as words.
 std::span<const std::uintptr_t> words_of(py::handle object) {
   constexpr std::size_t head = sizeof(PyObject) / sizeof(std::uintptr_t);
@@ -27,10 +33,11 @@ std::span<const std::uintptr_t> words_of(py::handle object) {
   return {words + head, std::max(bytes / sizeof(std::uintptr_t), head) - head};
 }
 
-// With its number and text, as Python's own.
+// With the lock. An error has its number and text, as Python's own.
 template <class Call>
 auto with_os_error(Call&& call) -> decltype(call()) {
   try {
+    const std::lock_guard lock(queues);
     return call();
   } catch (const std::system_error& error) {
     PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
@@ -89,13 +96,13 @@ void bind_verbs(py::module_& m) {
                   py::arg("owner"), py::arg("fd"), py::arg("entries"), "Of this object of a package; None where that can't be told.")
       .def("arm", [](CompletionQueue& queue) { with_os_error([&] { queue.arm(); }); })
       .def("poll", &poll, py::arg("most"))
-      .def("forget", &CompletionQueue::forget);
+      .def("forget", [](CompletionQueue& queue) { with_os_error([&] { queue.forget(); }); });
   py::class_<QueuePair, std::shared_ptr<QueuePair>>(m, "VerbsQueuePair", "A package's queue pair.")
       .def_static("find", [](const py::object& object, std::uint32_t number, const std::shared_ptr<CompletionQueue>& queue) {
         return with_os_error([&] { return QueuePair::find(words_of(object), number, queue); });
       }, py::arg("owner"), py::arg("number"), py::arg("queue"), "Of this object of a package; None where that can't be told.")
       .def("post", &post, py::arg("works"))
-      .def("forget", &QueuePair::forget);
+      .def("forget", [](QueuePair& pair) { with_os_error([&] { pair.forget(); }); });
 }
 
 }  // namespace monarch

@@ -184,11 +184,11 @@ class AsyncActorRunner(ActorRunner):
                 if answer.port is not None:
                     answer.value(value)
                     continue
-                while flow.credit <= 0:
+                while flow.sent >= flow.granted:
                     await flow.wait()
                 if peer.gone is not None:
                     break
-                flow.credit -= 1
+                flow.sent += 1
                 answer(Status.ITEM, *dumps(value))
             if answer.port is None:
                 answer(Status.END, b"")
@@ -261,10 +261,10 @@ class AsyncFlow(StreamCredit):
         call_soon(self._loop, self._add, count)
 
     def _add(self, count: int) -> None:
-        self.credit += count
+        self.granted += count
         self._event.set()
 
     async def wait(self) -> None:
         self._event.clear()
-        if self.credit <= 0:
+        if self.sent >= self.granted:
             await self._event.wait()

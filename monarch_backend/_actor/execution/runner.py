@@ -62,17 +62,20 @@ def _leave_fork(error: BaseException) -> NoReturn:
 
 
 class StreamCredit:
-    """Number of values that a generator may still send to its reader."""
+    """Number of values that a generator may send to its reader, and of those that it has sent.
 
-    __slots__ = ("credit", "ready", "wait_lock")
+    Each number is written by one thread: ``granted`` by the reading thread, ``sent`` by the actor's.
+    """
+
+    __slots__ = ("granted", "ready", "sent", "wait_lock")
 
     def __init__(self) -> None:
-        self.credit = STREAM_WINDOW
+        self.granted, self.sent = STREAM_WINDOW, 0
         self.ready = False
         self.wait_lock: threading.Lock | None = None
 
     def more(self, count: int) -> None:
-        self.credit += count
+        self.granted += count
         self.ready = True
         release(self)
 
@@ -346,12 +349,13 @@ class ActorRunner:
                 if answer.port is not None:  # sending blocks when the port's queue is full
                     answer.value(value)
                     continue
-                while flow.credit <= 0:
-                    flow.ready = flow.credit > 0
-                    self.program.wait(flow, None)
+                while flow.sent >= flow.granted:
+                    flow.ready = False
+                    if flow.sent >= flow.granted:  # look again: credit that came before must not be waited for
+                        self.program.wait(flow, None)
                 if peer.gone is not None:
                     break
-                flow.credit -= 1
+                flow.sent += 1
                 answer(Status.ITEM, *dumps(value))
             if answer.port is None:
                 answer(Status.END, b"")

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from monarch_backend import _native
 from monarch_backend._core import fork
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._errors import MeshClosedError
@@ -83,16 +84,17 @@ class Stream:
         if not self.unreachable or not self._sending.acquire(blocking=False):
             return  # the sending thread takes them along
         try:
-            dead = self.unreachable[:]
-            del self.unreachable[: len(dead)]
-            if not self.words:
-                self.wake()
+            dead = _native.take_all(self.unreachable)
             self.words += (_protocol.DELETE, len(dead), *dead)
+            self.wake()
         finally:
             self._sending.release()
 
     def wake(self) -> None:
-        """Schedule a send of the first words after a pause, whether more come or not."""
+        """Schedule a send of the first words after a pause, whether more come or not.
+
+        Call it after the words were added. Before, they might come after the look of `_late` and wait for ever.
+        """
         if not self._timed:
             self._timed = True
             self._batches_then = self.batches
@@ -171,12 +173,9 @@ class Stream:
     def _take(self) -> bytes | None:
         # Other threads write meanwhile. Words of tensors that are unreachable now are among the words that are taken
         # next, and their definitions among the definitions that are taken last.
-        dead = self.unreachable[:]
-        del self.unreachable[: len(dead)]
-        words = self.words[:]
-        del self.words[: len(words)]
-        definitions = self._definitions[:]
-        del self._definitions[: len(definitions)]
+        dead = _native.take_all(self.unreachable)
+        words = _native.take_all(self.words)
+        definitions = _native.take_all(self._definitions)
         if dead:
             words += (_protocol.DELETE, len(dead), *dead)
         self._unanswered += max(len(words), MIN_BATCH_WORDS)

@@ -107,9 +107,10 @@ class WorkerSet:
         if self.sink.made >= DELETE_THRESHOLD_BYTES:
             self.sink.made = 0
             self.stream.delete()
-        if not words:
-            self.stream.wake()
+        is_first = not words
         words += record
+        if is_first or len(words) <= len(record):  # the words before these were taken meanwhile
+            self.stream.wake()
         self.sink.records += 1
         if len(words) > self.sink.limit or self.sink.debug:
             self._full()
@@ -142,9 +143,8 @@ class WorkerSet:
 
     def forget(self, numbers: Sequence[int]) -> None:
         if numbers:
-            if not self._words:
-                self.stream.wake()
             self._words.extend((_protocol.FORGET, len(numbers), *numbers))
+            self.stream.wake()
             key = self._keys.pop(numbers[0], None)
             if key is not None:
                 del self._by_rank[key]

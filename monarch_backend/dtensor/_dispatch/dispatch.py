@@ -51,7 +51,7 @@ _known: dict[WorkerSet, int] = {}
 
 def forget(workers: WorkerSet) -> None:
     for _, plan, key in _entries_of(workers):
-        plan.entries.pop(key, None)
+        plan.forget(key)
     _known.pop(workers, None)
 
 
@@ -68,7 +68,7 @@ def _forget_half(workers: WorkerSet) -> None:
     """Drop the least recently used half, here and on workers. A later use makes the signature again."""
     entries = sorted(_entries_of(workers), key=lambda each: each[0].used)
     for entry, plan, key in entries[: len(entries) // 2]:
-        plan.entries.pop(key, None)
+        plan.forget(key)
         workers.forget(entry.parts)
     _known[workers] = len(entries) - len(entries) // 2
 
@@ -89,7 +89,7 @@ def call(
     plan = _plans.get(id(function))
     if plan is None:
         target = Target(name, function, schema, writes)
-        plan = _plans[id(function)] = _native.Plan(target, None, 0, frozenset())
+        plan = _plans.setdefault(id(function), _native.Plan(target, None, 0, frozenset()))
     result = _native.issue(plan, args, kwargs, None)
     if heard.note is not None:
         heard.note(function, name, args, kwargs, schema or writes, result)
@@ -120,8 +120,7 @@ def _plan(func: Any) -> _native.Plan:
     if own is None:
         own = next((found for found in (choose(func) for choose in specials) if found is not None), None)
     target = Target(str(func), func, func._schema)
-    plan = _plans[id(func)] = _native.Plan(target, own, *op_signatures.scalars_of(func._schema))
-    return plan
+    return _plans.setdefault(id(func), _native.Plan(target, own, *op_signatures.scalars_of(func._schema)))
 
 
 def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:

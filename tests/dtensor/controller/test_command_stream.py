@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend import _native
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import command_stream
 from monarch_backend.dtensor._controller.command_stream import Stream
@@ -216,24 +217,24 @@ def test_no_commands_are_sent_after_close(fake_workers: FakeWorkers) -> None:
 
 
 @pytest.mark.parametrize("when", ["words", "unreachable", "_definitions"])
-def test_writes_during_a_flush_keep_their_order(fake_workers: FakeWorkers, when: str) -> None:
+def test_writes_during_a_flush_keep_their_order(
+    fake_workers: FakeWorkers, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = Stream(fake_workers)
+    interrupted = [getattr(stream, when)]
+    take_all = _native.take_all
 
-    class Interrupted(list[Any]):
-        """A list that is changed right after its copy: 9 is defined, its record makes tensor 5, and 5 is dropped."""
+    def take(words: list[Any]) -> list[Any]:
+        """Write right after one list was taken: 9 is defined, its record makes tensor 5, and 5 is dropped."""
+        taken = take_all(words)
+        if interrupted and words is interrupted[0]:
+            interrupted.clear()
+            stream.define(_protocol.Define.GROUP, "9", [])
+            stream.words += (9, 0, 5)
+            stream.unreachable.append(5)
+        return taken
 
-        left = 1
-
-        def __getitem__(self, index: Any) -> Any:
-            copied = super().__getitem__(index)
-            if self.left:
-                self.left -= 1
-                stream.define(_protocol.Define.GROUP, "9", [])
-                stream.words += (9, 0, 5)
-                stream.unreachable.append(5)
-            return copied
-
-    setattr(stream, when, Interrupted(getattr(stream, when)))
+    monkeypatch.setattr(_native, "take_all", take)
     stream.flush()
     stream.flush()
     said: list[Any] = []
