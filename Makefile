@@ -23,8 +23,9 @@ AREAS ?=
 # among them), and parametrizations of each test. They are few, because XLA compiles each graph.
 ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
-# make test-portable: paths of the tests.
-PORTABLE_TESTS ?= tests/core tests/mesh tests/processes tests/actor tests/rdma tests/test_readme.py \
+# make test-portable: paths of its two runs, which take equally long.
+PORTABLE_TESTS ?= tests/actor
+PORTABLE_TESTS_BESIDE ?= tests/core tests/mesh tests/processes tests/rdma tests/test_readme.py \
     tests/dtensor/controller/test_device_mesh.py tests/dtensor/controller/test_memory_access.py \
     $(patsubst %,tests/process_group/test_%.py,smoke collectives fast_paths object_collectives point_to_point shm_backend tensor_lists work)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -66,7 +67,7 @@ test-nightly: $(STAMP) $(VENV)/.wheels  ## random programs, all of torch's opera
 
 # Without fork each process imports torch, so these take longer than with `make test`.
 test-portable: $(PORTABLE)/.installed  ## the code for macOS: the portable core, and no fork, /proc, memfd and so on
-	MONARCH_PORTABLE=1 $(PORTABLE)/bin/python -m tests.halves -m "not slow and not gpu and not xla and not verbs" --durations=10 -- $(PORTABLE_TESTS)
+	MONARCH_PORTABLE=1 $(PORTABLE)/bin/python -m tests.halves -m "not slow and not gpu and not xla and not verbs" --durations=10 -- $(PORTABLE_TESTS) -- $(PORTABLE_TESTS_BESIDE)
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/worker/test_record_sanitizers.py

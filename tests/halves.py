@@ -1,7 +1,7 @@
 """Runner of tests in two parallel runs of pytest: `python -m tests.halves -m "not slow" --durations=25`.
 
 Many tests wait for a timeout, and the other half uses the processor meanwhile. The folders of the second half are
-listed below, so that the order of tests is the same in every run. Paths after `--` run in place of all tests.
+listed below, so that the order of tests is the same in every run. `-- PATHS -- PATHS` runs these in place of all tests.
 """
 
 from __future__ import annotations
@@ -21,27 +21,33 @@ NO_TESTS = 5
 """Exit status of pytest if it ran no tests."""
 
 
-def all_tests() -> list[Path]:
-    """Return each folder and each file of this folder that has tests."""
-    tops = {HERE / path.relative_to(HERE).parts[0] for path in HERE.glob("*/**/test_*.py")}
-    return [*sorted(tops), *sorted(HERE.glob("test_*.py"))]
+def halves() -> tuple[list[str], list[str]]:
+    """Return the paths of the two runs. Each folder and each file with tests is in one of them."""
+    tops = sorted({HERE / path.relative_to(HERE).parts[0] for path in HERE.glob("*/**/test_*.py")})
+    first = [str(path) for path in [*tops, *sorted(HERE.glob("test_*.py"))] if path.name not in SECOND]
+    return first, [str(HERE / name) for name in SECOND]
 
 
-def halves(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the paths of the first run and of the second."""
-    in_second = [path.absolute().relative_to(HERE).parts[0] in SECOND for path in paths]
-    return (
-        [path for path, second in zip(paths, in_second, strict=True) if not second],
-        [path for path, second in zip(paths, in_second, strict=True) if second],
-    )
+def split_at_dashes(words: Sequence[str]) -> list[list[str]]:
+    """Split the words of a command line at each `--`.
 
-
-def run(arguments: Sequence[str], paths: Sequence[Path], log: Path) -> int:
-    """Run both halves of the paths and return pytest's exit status. Without paths, run all tests.
-
-    The output of the second half is written to the log, and printed after the first half has ended.
+    >>> split_at_dashes(["-q", "--", "a", "b", "--", "c"])
+    [['-q'], ['a', 'b'], ['c']]
     """
-    first, second = halves(paths or all_tests())
+    groups: list[list[str]] = [[]]
+    for word in words:
+        if word == "--":
+            groups.append([])
+        else:
+            groups[-1].append(word)
+    return groups
+
+
+def run(arguments: Sequence[str], first: Sequence[str], second: Sequence[str], log: Path) -> int:
+    """Run pytest on both lists of paths and return its exit status.
+
+    The output of the second run is written to the log, and printed after the first run has ended.
+    """
     command = [sys.executable, "-m", "pytest", *arguments]
     log.parent.mkdir(exist_ok=True)
     with log.open("wb") as out:
@@ -50,7 +56,7 @@ def run(arguments: Sequence[str], paths: Sequence[Path], log: Path) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runs get it, too, and print their results so far
     signal.signal(signal.SIGTERM, lambda *_: [each.terminate() for each in runs])
     runs[0].wait()
-    print(f"\n======== the other half, {', '.join(SECOND)} ========\n", flush=True)
+    print("\n======== the other half ========\n", flush=True)
     _follow(log, beside)
     return status([each.returncode for each in runs])
 
@@ -75,6 +81,7 @@ def _follow(log: Path, writer: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    chosen = [Path(name) for name in sys.argv[split + 1 :]]
-    sys.exit(run(sys.argv[1:split], chosen, HERE.parent / "build" / "second-half.log"))
+    options, *chosen = split_at_dashes(sys.argv[1:])
+    if len(chosen) not in (0, 2):
+        sys.exit("give no paths, or those of both runs: OPTIONS -- PATHS -- PATHS")
+    sys.exit(run(options, *(chosen or halves()), HERE.parent / "build" / "second-half.log"))

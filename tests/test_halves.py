@@ -12,16 +12,16 @@ from tests.fast_tier import LONG_MODULES
 
 def test_each_module_is_in_one_half() -> None:
     first, second = (
-        [file for path in half for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
-        for half in halves.halves(halves.all_tests())
+        [file for path in map(Path, half) for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+        for half in halves.halves()
     )
     assert sorted(first + second) == sorted(halves.HERE.rglob("test_*.py"))
     assert second
 
 
-def test_chosen_paths_keep_their_half() -> None:
-    paths = [Path("tests/actor/test_ports.py"), Path("tests/rdma"), Path("tests/test_readme.py")]
-    assert halves.halves(paths) == ([paths[0], paths[2]], [paths[1]])
+def test_paths_of_both_runs_can_be_given() -> None:
+    assert halves.split_at_dashes(["-m", "not slow"]) == [["-m", "not slow"]]
+    assert halves.split_at_dashes(["-q", "--", "a", "b", "--", "c"]) == [["-q"], ["a", "b"], ["c"]]
 
 
 def test_fast_tier_has_a_module_of_each_folder() -> None:
