@@ -21,6 +21,7 @@ from monarch_backend._core.torch_version import torch_version
 from monarch_backend.actor import MeshFailure, ProcMesh, this_host
 from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._patches import manifest
+from monarch_backend.dtensor._patches.semantics import rank_functions
 from tests.actor.script_runner import Run, WarmInterpreter, with_meshes
 from tests.dtensor import xla_selection
 from tests.support import xla
@@ -74,7 +75,7 @@ def read_failures(item: pytest.Item) -> None:
 
 def _too_old() -> list[str]:
     """Return the error texts for features that need a newer release of torch than the running one."""
-    found = []
+    found = [rank_functions.NO_NEW_GROUP] if torch_version() < (2, 13) else []
     for feature in (manifest.CHECKPOINTS, manifest.FSDP2, manifest.CAPTURED):
         if torch_version() < feature.since:
             with pytest.raises(patches.FeatureUnavailableError) as refused:

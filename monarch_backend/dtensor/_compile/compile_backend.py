@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor._compile import lowering, merge_graphs
 from monarch_backend.dtensor._compile.lowering import Capture, GraphLowering
 from monarch_backend.dtensor._controller import call_sites
@@ -23,7 +24,7 @@ from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._patches import trace_installation
+from monarch_backend.dtensor._patches import manifest, trace_installation
 from monarch_backend.dtensor._patches.semantics import aot_tangents, graph_breaks, graph_inputs, trace_backends
 from monarch_backend.dtensor._per_rank import rank_classes
 from monarch_backend.dtensor._per_rank.rank_classes import Classes
@@ -32,7 +33,8 @@ OPTIONS = ("inductor",)
 statistics = {"graphs": 0, "calls": 0}
 """Graphs that were defined on workers, and commands that call them."""
 
-trace_installation.install()
+if torch_version() >= manifest.CAPTURED.since:  # else a trace in a controller is refused, and is torch's own elsewhere
+    trace_installation.install()
 
 
 def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, options: Any = None) -> Any:

@@ -63,6 +63,11 @@ _MESHES = (
 
 _RANKS = (
     _semantics(
+        "torch.distributed.distributed_c10d:_new_group_with_tag", f"{_SEMANTICS}.rank_functions:_no_new_group",
+        "A new group waits in the store for other ranks, which are not here.",
+        "controller/test_usage_errors.py::test_new_group_names_the_release_that_has_it", before=(2, 13),
+    ),
+    _semantics(
         "torch.distributed._local_tensor:_for_each_rank_run_func", f"{_SEMANTICS}.rank_functions:_for_each_rank",
         "A function that torch runs once for each rank runs on the workers, or once if all ranks are alike.",
         "ops/test_operations.py::test_shards_of_unequal_sizes_are_of_one_tensor",
@@ -114,6 +119,11 @@ _DTENSORS = (
         f"{_DTENSOR}.from_local", f"{_SEMANTICS}.dtensor_api:_from_local",
         "The local tensor is each worker's; a tensor of the controller is sent.",
         "controller/test_rank0_helpers.py::test_error_for_a_plain_loss_with_a_dtensor_has_a_remedy",
+    ),
+    _semantics(
+        f"{_TENSOR}._api:_ToTorchTensor.backward", f"{_SEMANTICS}.dtensor_api:_of_a_plain_gradient",
+        "A DTensor as the gradient of a plain tensor is an error; later releases call from_local.",
+        "controller/test_rank0_helpers.py::test_error_for_a_plain_loss_with_a_dtensor_has_a_remedy", before=(2, 12),
     ),
     _semantics(
         f"{_DTENSOR}.to_local", f"{_SEMANTICS}.dtensor_api:_to_local",

@@ -16,30 +16,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import _mesh_resources
 
-from monarch_backend._core.torch_version import torch_version
-from monarch_backend.dtensor._errors import RemoteTensorError
-
 DEVICES = "cpu:monarch,cuda:monarch,xla:monarch"
-
-
-class _NoStore(native.Store):
-    """The store of a controller's groups before torch 2.13, where dist.new_group would wait there for other ranks."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise RemoteTensorError(
-            "torch.distributed.new_group in a controller needs torch 2.13. Use the groups of a device mesh, "
-            "mesh.get_group(), or of a slice of the processes"
-        )
-
-    set = get = add = check = wait = compare_set = delete_key = num_keys = _refuse  # type: ignore[assignment]
-
-
-_Store = native.HashStore if torch_version() >= (2, 13) else _NoStore
 
 
 def register(group: Any, name: Any, ranks: Sequence[int]) -> None:
     world: Any = c10d._world
-    world.pg_map[group] = ("monarch", _Store())
+    world.pg_map[group] = ("monarch", native.HashStore())
     world.pg_names[group] = name
     world.pg_backend_config[group] = DEVICES
     world.pg_to_tag[group] = f"ptd:{name}"

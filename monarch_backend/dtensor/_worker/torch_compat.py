@@ -29,10 +29,14 @@ _KINDS = (Shard, Replicate, Partial, _StridedShard)
 
 
 def reduce_placement(value: Any) -> Any:
-    """Pickle a placement by its constructor: for a newer torch it is a C++ object, without an older one's content."""
+    """Pickle a placement for a newer torch, where its constructor makes it.
+
+    There it is a C++ object. An older torch's pickle would restore it without its content. torch 2.11 and 2.12 have
+    C++ objects too, whose content is not in ``vars``.
+    """
     if type(value) not in _KINDS or not replaced():
         return NotImplemented
-    return _placement, (type(value), dict(vars(value)))
+    return _placement, (type(value), value.__reduce_ex__(4)[2] or {})
 
 
 def _placement(kind: Any, fields: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._controller import controller_process_group
@@ -126,7 +127,16 @@ def test_collectives_of_dtensors(shards: Any, mesh_of: Callable[[str], Any]) -> 
 
 def test_names_of_collectives_are_torchs() -> None:
     """torch must have each name. Otherwise it has renamed a collective, and the new name is not replaced."""
-    assert not {name for name in controller_process_group._COLLECTIVES if not hasattr(dist.ProcessGroup, name)}
+    missing = {name for name in controller_process_group._COLLECTIVES if not hasattr(dist.ProcessGroup, name)}
+    assert missing == (set() if torch_version() >= (2, 13) else {"all_gather_single", "reduce_scatter_single"})
+
+
+@pytest.mark.skipif(torch_version() >= (2, 13), reason="torch can make a group in a controller")
+def test_new_group_names_the_release_that_has_it(mesh_of: Callable[[str], Any]) -> None:
+    first = workers_of(mesh_of("2")).first
+    for ranks in ([first], [first + 1], None):
+        with pytest.raises(RemoteTensorError, match=r"needs torch 2\.13\. Use .*mesh\.get_group\(\)"):
+            dist.new_group(ranks)
 
 
 # Meshes ---------------------------------------------------------------------------------------------------------

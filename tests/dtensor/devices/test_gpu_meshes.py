@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import monarch_backend.dtensor._worker as worker
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import (
     RemoteOpError,
@@ -257,11 +258,14 @@ def test_a_gradient_goes_back_to_where_the_tensor_is(mesh: Any) -> None:
     same(x.grad, torch.ones(4, 3))
 
 
+DEVICES_DIFFER = "on the same device|found two different devices"  # the second one before torch 2.13
+
+
 def test_an_embedding_that_fails_leaves_no_mask_to_the_next_one(mesh: Any) -> None:
     values, numbers = torch.randn(8, 3), torch.arange(5)
     table, words = distribute_tensor(values, mesh, [Shard(0)]), distribute_tensor(numbers, mesh, [Replicate()])
     for weight, fails in ((table.cpu(), True), (table, False), (table.cpu(), True)):
-        with pytest.raises(RuntimeError, match="on the same device") if fails else contextlib.nullcontext():
+        with pytest.raises(RuntimeError, match=DEVICES_DIFFER) if fails else contextlib.nullcontext():
             rows = F.embedding(words, weight)
             same(rows, values[:5])
     assert type(rows._spec.placements[0]) is Partial  # the mask has been used
@@ -338,7 +342,8 @@ def test_ambiguous_mesh_of_a_factory_is_an_error(mesh: Any, simulated: Any) -> N
         with second:
             assert torch.zeros(1, device="cuda")._meta.workers is workers_of(second)  # type: ignore[attr-defined]
         rows = distribute_tensor(torch.zeros(4), second, [_StridedShard(0, split_factor=2)])
-        assert rows.full_tensor()._meta.workers is workers_of(second)  # torch makes its offsets by device type only
+        if torch_version() >= (2, 12):  # torch 2.11 can't redistribute such shards
+            assert rows.full_tensor()._meta.workers is workers_of(second)  # torch makes its offsets by device type only
         controller_process_group._owners.clear()
         with pytest.raises(RemoteTensorError, match="no mesh has one"):
             torch.zeros(1, device="cuda")

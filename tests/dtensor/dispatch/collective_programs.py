@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+from monarch_backend._core.torch_version import torch_version
+
 Case = Callable[[Any, Any, Any, int], list[Any]]
 """Function of a tensor with 12 rows, a group, the rank ``r`` in the group, and the group's size ``n``."""
 
@@ -119,10 +121,14 @@ def coalesced_reduce_scatters(x: Any, group: Any, r: Any, n: int) -> list[Any]:
 
 def functional_coalesced(x: Any, group: Any, r: Any, n: int) -> list[Any]:
     inputs = [x, x[:6].t().contiguous() * 2]
+    if torch_version() >= (2, 13):
+        gather, reduce_scatter = funcol.all_gather_single_coalesced, funcol.reduce_scatter_single_coalesced
+    else:
+        gather, reduce_scatter = funcol.all_gather_into_tensor_coalesced, funcol.reduce_scatter_tensor_coalesced
     return [
         *funcol.all_reduce_coalesced(inputs, "sum", group),
-        *funcol.all_gather_single_coalesced(inputs, group),
-        *funcol.reduce_scatter_single_coalesced([x, x * 3], "sum", [0, 0], group),
+        *gather(inputs, group),
+        *reduce_scatter([x, x * 3], "sum", [0, 0], group),
     ]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.debug import CommDebugMode
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor import MeshMismatchError, simulated_mesh
 from monarch_backend.dtensor._patches.caches import redispatch_cache, scalar_spec_cache
 from monarch_backend.dtensor._patches.caches.redispatch_cache import RedispatchPlan
@@ -223,7 +224,8 @@ def test_cat_with_equal_and_other_placements(mesh: Any, ways: list[Any]) -> None
             same(torch.cat([a, b]), torch.cat(whole), 0)
             same(torch.cat([a, a, b]), torch.cat([whole[0], *whole]), 0)
             same(torch.stack([a, a]), torch.stack([whole[0]] * 2), 0)
-    assert torch.ops.aten.cat.default in ways
+    if torch_version() >= (2, 12):  # the C++ of torch 2.11 asks Python for the sharding of a list in each call
+        assert torch.ops.aten.cat.default in ways
 
 
 def test_plain_value_in_place_of_a_dtensor(mesh_of: Any) -> None:

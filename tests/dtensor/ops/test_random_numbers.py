@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import RemoteTensor, RemoteTensorError, own_random_numbers, simulated_mesh
 from monarch_backend.dtensor._controller import controller_mesh
@@ -122,6 +123,7 @@ def test_gumbel_softmax(line: Any) -> None:
         same_program(lambda x: [F.gumbel_softmax(x)], distribute_tensor(whole, line, [here]), whole.clone())
 
 
+@pytest.mark.skipif(torch_version() < (2, 12), reason="torch 2.11 can't redistribute such shards")
 def test_shards_in_several_pieces(line: Any) -> None:
     pieces = [_StridedShard(0, split_factor=2)]
     same_program(
@@ -444,6 +446,8 @@ ATTENTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
 def test_dropout_in_heads_of_parallel_layers_is_that_of_a_single_process(
     fresh: Any, what: str, is_captured: bool
 ) -> None:
+    if what == "scaled_dot_product" and torch_version() < (2, 12):
+        pytest.skip("torch 2.11 does not shard the heads in its view for a product, so ranks draw their own numbers")
     alone = Attention(ATTENTIONS[what], 6)
     plan = {**{f"qkv.{i}": ColwiseParallel() for i in range(3)}, "last": RowwiseParallel()}
     ours = parallelize_module(copy.deepcopy(alone), fresh, plan)  # type: ignore[arg-type]

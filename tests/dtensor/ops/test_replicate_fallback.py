@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor._patches.fixes import replicate_fallback
 from tests.dtensor.values import same
 
@@ -81,7 +82,8 @@ def test_inplace_change_before_a_redistribution_is_kept(mesh_of: Callable[[str],
         ours, alone = placed(mesh_of("2x2"), X, placements), X.clone()
         for each in (ours, alone):
             WRITTEN[name](each)
-        assert ours.placements == placements
+        if name != "out=" or torch_version() >= (2, 12):  # torch 2.11 gives an output the placements of the result
+            assert ours.placements == placements
         same(ours, alone)
 
 

@@ -47,6 +47,9 @@ def _flat(result: Any) -> list[torch.Tensor]:
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
+@pytest.mark.skipif(
+    torch_version.torch_version() < torch_compat.NEWEST, reason="op_functions.find returns the replacements there"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_compat_functions_match_torch(name: str) -> None:
     place = "torch.distributed.tensor.placement_types:" + name
@@ -61,8 +64,8 @@ def test_compat_functions_match_torch(name: str) -> None:
 
 def test_each_replacement_has_a_test_and_new_torch_needs_none() -> None:
     assert {place.partition(":")[2] for place in torch_compat._REPLACED} == set(CASES)
-    assert torch_compat.replaced() == {}, "this torch has them itself"
-    assert torch_version.torch_version() >= torch_compat.NEWEST
+    is_new = torch_version.torch_version() >= torch_compat.NEWEST
+    assert torch_compat.replaced() == ({} if is_new else torch_compat._REPLACED)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ _GATHERED = (
 _GATHERED_BEFORE = (
     "is not supported yet for non-first flatten dims", "Attempted to flatten multiple dimensions",
     "Attempted to flatten unevenly sharded dimension", "Attempted to unflatten unevenly sharded dimension",
+    "Attempted to split the sharded dimension",
 )  # fmt: skip
 """Such texts of torch before 2.13."""
 _GATHERED_SINCE = ("no valid sharding strategy for the input placements",)

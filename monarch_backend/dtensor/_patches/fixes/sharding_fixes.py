@@ -35,6 +35,8 @@ BY_ONE_NUMBER = (
     _aten._foreach_mul.Tensor, _aten._foreach_mul_.Tensor, _aten._foreach_div.Tensor, _aten._foreach_div_.Tensor,
 )  # fmt: skip
 """Operators on a list of tensors and one number."""
+BY_INDICES = _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default
+"""Operators with a list of indices, some of them None."""
 
 
 def correct() -> None:
@@ -52,6 +54,8 @@ def correct() -> None:
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])
     handlers[_aten.as_strided.default] = replicate_fallback.strided(handlers[_aten.as_strided.default])
+    if torch_version() < (2, 12):
+        handlers.update(dict.fromkeys(BY_INDICES, _of_a_host_tensor))
     handlers.update(dict.fromkeys(BY_ONE_NUMBER, _by_a_whole_number))
     handlers.update(dict.fromkeys(embedding_mask.MASKED, embedding_mask.masked_at_once))
     for operator in (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default):
@@ -363,8 +367,10 @@ def _from_the_start(own: Replacement) -> Replacement:
         if len(args) > 1 and args[1] is not None and args[1] < 0:
             args = (args[0], args[1] + max(args[0].ndim, 1), *args[2:])
         x = args[0]
-        dims = range(x.ndim) if len(args) < 2 or args[1] is None else [args[1]]
-        empty = [dim for dim in dims if sharding_rules.has_nothing(x._spec, dim)]
+        is_of_all = len(args) < 2 or args[1] is None
+        dims = range(x.ndim) if is_of_all else [args[1]]
+        is_wrong = is_of_all and torch_version() < (2, 12)  # torch compares indices of the shards there
+        empty = [dim for dim in dims if is_wrong or sharding_rules.has_nothing(x._spec, dim)]
         if empty:  # torch asks each rank for its largest
             whole = [Replicate() if each.is_shard() and each.dim in empty else each for each in x.placements]
             args = (x.redistribute(placements=whole), *args[1:])
@@ -377,6 +383,17 @@ def _by_a_whole_number(func: Any, args: Any, kwargs: Any) -> Any:
     """Replicate the number of a list operator: torch decides by the first tensor whether it may be a sum over ranks."""
     tensors, number, *rest = args
     return own_handlers.run(func, (tensors, local_results.everywhere(number), *rest), kwargs)
+
+
+def _of_a_host_tensor(func: Any, args: Any, kwargs: Any) -> Any:
+    """Distribute a host tensor whose indices are DTensors: torch 2.11 looks for a mesh in lists of tensors only."""
+    tensor, indices, *rest = args
+    mesh = next((each.device_mesh for each in indices if isinstance(each, DTensor)), None)
+    if isinstance(tensor, DTensor) or mesh is None:
+        return own_handlers.run(func, args, kwargs)
+    whole = local_results.distributed(tensor, mesh)
+    result = own_handlers.run(func, (whole, indices, *rest), kwargs)
+    return tensor.copy_(whole) if func._schema.name.endswith("_") else result
 
 
 def _of_values(own: Replacement) -> Replacement:

@@ -106,6 +106,17 @@ def _from_local(own: Any) -> Replacement:
     return from_local
 
 
+def _of_a_plain_gradient(own: Any) -> Replacement:
+    """Refuse a DTensor as the gradient of a plain tensor, as `_from_local` does, which torch 2.12 and later call."""
+
+    def backward(ctx: Any, gradient: Any) -> Any:
+        if isinstance(gradient, DTensor) and workers_of(gradient.device_mesh) is not None:
+            raise RemoteTensorError(_NO_PLAIN_TENSOR)
+        return own(ctx, gradient)
+
+    return backward
+
+
 before_to_local: Callable[[Any], None] | None = None
 """Called in a trace; set by trace_installation.py."""
 

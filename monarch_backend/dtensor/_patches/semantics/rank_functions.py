@@ -15,6 +15,7 @@ from monarch_backend.dtensor._controller.controller_mesh import Replacement, _mo
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
+from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._per_rank import per_rank_int, per_rank_op
 from monarch_backend.dtensor._torch_internals import tracing_state
 
@@ -75,6 +76,21 @@ def _local_shape(own: Any) -> Replacement:
         return per_rank_host_tensor.run(of_one, tuple(at), {})
 
     return _compute_local_shape_and_global_offset
+
+
+NO_NEW_GROUP = (
+    "torch.distributed.new_group in a controller needs torch 2.13. Use the groups of a device mesh, "
+    "mesh.get_group(), or of a slice of the processes"
+)
+
+
+def _no_new_group(own: Any) -> Replacement:
+    def _new_group_with_tag(*args: Any, **options: Any) -> Any:
+        if controller_process_group.is_controller():
+            raise RemoteTensorError(NO_NEW_GROUP)
+        return own(*args, **options)
+
+    return _new_group_with_tag
 
 
 def _rank_in(own: Any) -> Replacement:
