@@ -37,7 +37,7 @@ int skip_mt19937(const pybind11::buffer& state, int left, std::uint64_t count) {
 
 }  // namespace
 
-PYBIND11_MODULE(_native, m) {
+PYBIND11_MODULE(_native, m, pybind11::mod_gil_not_used()) {
   m.doc() = "monarch_backend's compiled core; knows no torch";
   m.attr("is_portable") = monarch::is_portable;
   m.def("boot_id", &monarch::boot_id, "Identity of the running kernel; empty where it has none.");
