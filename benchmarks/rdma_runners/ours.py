@@ -141,7 +141,7 @@ class Ours:
         buffer.read_into(into).get()  # connects and registers
         verbs = self.engine()
         lane = verbs._links[buffer._handle.token].lanes[0]
-        record, nic = Region.from_bytes(buffer._handle.verbs).record, lane.device.nic
+        record, nic = Region.from_bytes(buffer._handle.verbs), lane.device.nic
         entry = lane.device.cache.take(allocation_of(into), writable=True)
         remote = record.address + buffer._handle.offset
         key = record.keys[lane.their_nic]

@@ -10,13 +10,16 @@ from collections.abc import Iterator
 
 from monarch_backend._core.errors import MonarchError, public
 
+_PROCESSES = "RLIMIT_NPROC (ulimit -u)"
+_MEMORY = "RLIMIT_AS (ulimit -v)"
+_FILE_SIZE = "RLIMIT_FSIZE (ulimit -f)"
+_OPEN_FILES = "RLIMIT_NOFILE (ulimit -n)"
 _NUMBERS = {
-    "RLIMIT_NPROC (ulimit -u)": resource.RLIMIT_NPROC,
-    "RLIMIT_AS (ulimit -v)": resource.RLIMIT_AS,
-    "RLIMIT_FSIZE (ulimit -f)": resource.RLIMIT_FSIZE,
-    "RLIMIT_NOFILE (ulimit -n)": resource.RLIMIT_NOFILE,
+    _PROCESSES: resource.RLIMIT_NPROC,
+    _MEMORY: resource.RLIMIT_AS,
+    _FILE_SIZE: resource.RLIMIT_FSIZE,
+    _OPEN_FILES: resource.RLIMIT_NOFILE,
 }
-_PROCESSES, _MEMORY, _FILE_SIZE, _OPEN_FILES = _NUMBERS
 _THREADS = (_PROCESSES, _MEMORY)
 
 _REFUSALS: tuple[tuple[str, int, tuple[str, ...], str], ...] = (

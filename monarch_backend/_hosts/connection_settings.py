@@ -33,7 +33,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def given_secrets() -> list[bytes]:
-    """Return the secrets of MONARCH_SECRET or of MONARCH_SECRET_FILE, which may be of several jobs."""
+    """Return the secrets of MONARCH_SECRET or of MONARCH_SECRET_FILE, which may be of several jobs.
+
+    Raises ValueError, OSError.
+    """
     if text := env.get("MONARCH_SECRET"):
         return [parse_secret(text, "MONARCH_SECRET")]
     if path := env.get("MONARCH_SECRET_FILE"):

@@ -166,6 +166,7 @@ class Lost(_Message, tag="lost", frozen=True):
     reason: str
 
 
+# Every class of messages must be defined in this module, above this line.
 _messages = (*_Message.__subclasses__(), Exited, Kill, Spawn, SpawnFailed, Started)
 encode = msgspec.msgpack.Encoder().encode
 decode: Callable[[Any], Any] = msgspec.msgpack.Decoder(functools.reduce(operator.or_, _messages)).decode

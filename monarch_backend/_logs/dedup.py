@@ -3,9 +3,10 @@
 This is pure logic: times are parameters, and lines to show are results. It has no pipes, threads or clocks.
 
 How lines fold. Every rank has a queue of lines that it has written and that are not shown yet. The n-th waiting "x" of
-one rank and the n-th waiting "x" of another are one entry. Each rank's own lines keep their order: an entry is shown
-after all that its ranks have written before it, and otherwise the oldest is shown first. Where ranks wrote the same
-lines in opposite orders, the oldest entry is shown for the ranks whose queues it heads, and waits for the others.
+one rank and the n-th waiting "x" of another are one entry. Each rank's own lines keep their order: an entry is ready
+when it is first in the queue of every rank that wrote it. Of several ready entries the oldest is shown first. Where
+ranks wrote the same lines in opposite orders no entry is ready. Then the oldest entry at the head of a queue is shown
+for the ranks where it is the head, and waits for the others.
 
 Entries are shown when their window ends, or as soon as every living rank has written them. All earlier entries are
 shown with them: no rank that has written the later one could still join an earlier one. A line that one rank repeats is
@@ -14,19 +15,17 @@ shown as often as it was written. "(x3)" would save lines, but change the output
 
 from __future__ import annotations
 
-import functools
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 # Limits of waiting lines. Beyond them the oldest are shown before their window ends.
 MAX_PENDING_LINES = 1 << 16
 MOST_WAITING_BYTES = 32 << 20
 
-# Entries that wait for each other. Beyond it they are treated as in opposite orders, which only folds less.
-_MAX_DEPTH = 100
+_CACHED_SETS = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -35,9 +34,44 @@ class _Entry:
 
     text: bytes
     created_at: float
+    number: int  # order of first occurrence
     said: int = 0  # all ranks that wrote it
     ranks: int = 0  # of these, those not shown yet
-    is_next: bool = False  # it is shown once its ranks' earlier lines are
+    at_head: int = 0  # of these, those whose queue it heads
+    in_ready: bool = False
+
+
+_Queue = tuple[int, deque[_Entry]]  # a rank's bit, and its lines that are not shown yet
+
+
+class _Repeated:
+    """Waiting entries of one text that a rank has written more than once, numbered from the first one on.
+
+    Most texts have one entry, which is in the index itself: each object costs time in the garbage collector.
+    """
+
+    __slots__ = ("entries", "first", "last_of")
+
+    def __init__(self, entry: _Entry) -> None:
+        self.entries = [entry]
+        self.first = 0
+        self.last_of = dict.fromkeys(ranks_of(entry.said), 0)  # rank -> number of its last entry
+
+    def next_for(self, rank: int) -> _Entry | None:
+        """Return the entry for the next occurrence from ``rank``, or None for a new one, which the caller appends."""
+        number = max(self.last_of.get(rank, -1) + 1, self.first)
+        waiting = len(self.entries)
+        while (index := number - self.first) < waiting and not self.entries[index].ranks:
+            number += 1  # shown already, behind one that is not
+        self.last_of[rank] = number
+        return self.entries[index] if index < waiting else None
+
+    def forget_shown(self) -> bool:
+        """Drop shown entries from the front. Return whether none is left."""
+        while self.entries and not self.entries[0].ranks:
+            del self.entries[0]
+            self.first += 1
+        return not self.entries
 
 
 class LineDeduplicator:
@@ -64,25 +98,28 @@ class LineDeduplicator:
     def __init__(self, window: float) -> None:
         self.window = window
         self._everyone = 0
-        self._queues: dict[int, deque[_Entry]] = {}  # the lines of each rank that are not shown yet
-        # Waiting entries by text. Most texts have one, without a list: each object costs time in the garbage collector.
-        self._index: dict[bytes, _Entry | list[_Entry]] = {}
+        self._queues: dict[int, _Queue] = {}
+        self._index: dict[bytes, _Entry | _Repeated] = {}  # waiting entries by their text
         self._by_age: deque[_Entry] = deque()  # also entries that are shown, until they are the oldest
+        self._ready: list[tuple[int, _Entry]] = []
         self._complete: list[_Entry] = []  # written by all ranks; the last one of each `add`, which follows the others
         self._shown: list[tuple[int, bytes]] = []
         self._bytes = 0
+        self._said = 0
+        self._members: dict[int, list[_Queue]] = {}  # set of ranks -> their queues
 
     def join(self, rank: int) -> None:
         """Make lines incomplete until ``rank`` (0 or more) has written them. Needed before `add`."""
         self._everyone |= 1 << rank
-        self._queues.setdefault(rank, deque())
+        if rank not in self._queues:
+            self._queues[rank] = 1 << rank, deque()
 
     def leave(self, rank: int) -> None:
         """Note the end of ``rank``. Its lines are shown as if it still ran."""
         self._everyone &= ~(1 << rank)
 
     def add(self, rank: int, lines: Sequence[bytes], now: float) -> None:
-        bit, queue = 1 << rank, self._queues[rank]
+        bit, queue = self._queues[rank]
         if self.window <= 0:
             self._show_all()
             self._shown += [(bit, line) for line in lines]
@@ -96,12 +133,14 @@ class LineDeduplicator:
             elif type(known) is _Entry and not known.said & bit:
                 entry = known
             else:
-                entry = self._repeated(known, bit, line, now)
+                entry = self._say_again(known, rank, line, now)
             entry.said |= bit
             entry.ranks |= bit
             if not missing & ~entry.said:
                 complete = entry
             queue.append(entry)
+            if len(queue) == 1:
+                self._now_first(entry, bit)
         if complete is not None:
             self._complete.append(complete)
         if len(self._by_age) > MAX_PENDING_LINES or self._bytes > MOST_WAITING_BYTES:
@@ -112,11 +151,11 @@ class LineDeduplicator:
         if not self._everyone:
             self._show_all()
         for entry in self._complete:
-            while entry.ranks and (oldest := self._oldest()):
-                self._show(oldest)
+            while entry.ranks:
+                self._show_one()
         self._complete.clear()
         while (oldest := self._oldest()) and oldest.created_at + self.window <= now:
-            self._show(oldest)
+            self._show_one()
         return self._take_shown()
 
     def flush(self) -> list[tuple[int, bytes]]:
@@ -133,19 +172,26 @@ class LineDeduplicator:
         return shown
 
     def _new_entry(self, line: bytes, now: float) -> _Entry:
+        self._said += 1
         self._bytes += len(line)
-        entry = _Entry(line, now)
+        entry = _Entry(line, now, self._said)
         self._by_age.append(entry)
         return entry
 
-    def _repeated(self, known: _Entry | list[_Entry], bit: int, line: bytes, now: float) -> _Entry:
-        """Return the first waiting entry of ``line`` that the rank has not written; those that it has come first."""
+    def _say_again(self, known: _Entry | _Repeated, rank: int, line: bytes, now: float) -> _Entry:
         if isinstance(known, _Entry):
-            known = self._index[line] = [known]
-        place = bisect_left(known, True, key=lambda entry: not entry.said & bit)
-        if place == len(known):
-            known.append(self._new_entry(line, now))
-        return known[place]
+            known = self._index[line] = _Repeated(known)
+        entry = known.next_for(rank)
+        if entry is None:
+            entry = self._new_entry(line, now)
+            known.entries.append(entry)
+        return entry
+
+    def _now_first(self, entry: _Entry, bit: int) -> None:
+        entry.at_head |= bit
+        if entry.at_head == entry.ranks and not entry.in_ready:
+            entry.in_ready = True
+            heappush(self._ready, (entry.number, entry))
 
     def _oldest(self) -> _Entry | None:
         by_age = self._by_age
@@ -153,45 +199,51 @@ class LineDeduplicator:
             by_age.popleft()
         return by_age[0] if by_age else None
 
-    def _show(self, entry: _Entry, depth: int = 0) -> None:
-        """Show the earlier lines of the entry's ranks, then the entry."""
-        entry.is_next = True
-        queues = self._queues
-        for rank in ranks_of(entry.ranks):
-            queue = queues[rank]
-            while queue and (head := queue[0]) is not entry and entry.ranks >> rank & 1:
-                if head.is_next or depth == _MAX_DEPTH:
-                    self._show_for(sum(1 << other for other in ranks_of(head.ranks) if queues[other][0] is head), head)
-                else:
-                    self._show(head, depth + 1)
-        if entry.ranks:
-            self._show_for(entry.ranks, entry)
-
-    def _show_for(self, ranks: int, entry: _Entry) -> None:
-        """Show the entry for ``ranks``, whose queues it heads."""
-        for rank in ranks_of(ranks):
-            self._queues[rank].popleft()
-        self._shown.append((ranks, entry.text))
+    def _show_one(self) -> None:
+        entry = self._next()
+        ranks, entry.at_head = entry.at_head, 0
         entry.ranks ^= ranks
-        if entry.ranks:
-            return
+        self._shown.append((ranks, entry.text))
+        if not entry.ranks:
+            self._forget(entry)
+        for bit, queue in self._members.get(ranks) or self._members_of(ranks):
+            queue.popleft()
+            if queue:
+                head = queue[0]
+                head.at_head |= bit
+                if head.at_head == head.ranks and not head.in_ready:
+                    head.in_ready = True
+                    heappush(self._ready, (head.number, head))
+
+    def _next(self) -> _Entry:
+        ready = self._ready
+        while ready:
+            _, entry = heappop(ready)
+            entry.in_ready = False
+            if entry.at_head == entry.ranks != 0:  # another rank may have written it since, behind other lines
+                return entry
+        return min((queue[0] for _, queue in self._queues.values() if queue), key=lambda entry: entry.number)
+
+    def _forget(self, entry: _Entry) -> None:
         self._bytes -= len(entry.text)
         known = self._index[entry.text]
-        if isinstance(known, list):
-            known.remove(entry)
-        if known is entry or not known:
+        if known is entry or (isinstance(known, _Repeated) and known.forget_shown()):
             del self._index[entry.text]
+
+    def _members_of(self, ranks: int) -> list[_Queue]:
+        if len(self._members) >= _CACHED_SETS:
+            self._members.clear()
+        members = self._members[ranks] = [self._queues[rank] for rank in ranks_of(ranks)]
+        return members
 
     def _make_room(self) -> None:
         self._by_age = deque(entry for entry in self._by_age if entry.ranks)
-        while (oldest := self._oldest()) and (
-            len(self._by_age) > MAX_PENDING_LINES // 2 or self._bytes > MOST_WAITING_BYTES // 2
-        ):
-            self._show(oldest)
+        while self._oldest() and (len(self._by_age) > MAX_PENDING_LINES // 2 or self._bytes > MOST_WAITING_BYTES // 2):
+            self._show_one()
 
     def _show_all(self) -> None:
-        while oldest := self._oldest():
-            self._show(oldest)
+        while self._oldest():
+            self._show_one()
         self._complete.clear()
 
 
@@ -259,9 +311,8 @@ class RateLimit:
         return self._since + self.PERIOD if self._lines else None
 
 
-@functools.lru_cache(maxsize=1024)
 def ranks_of(bits: int) -> list[int]:
-    """Return the ranks whose bits are set, in order. Callers must not change the list.
+    """Return the ranks whose bits are set, in order.
 
     >>> ranks_of(0b1101)
     [0, 2, 3]

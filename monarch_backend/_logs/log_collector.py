@@ -131,10 +131,8 @@ class LogCollector:
             self._drain(mesh)
         return self._write(_left(deadline))
 
-    def remove(self, mesh: MeshLog | None, timeout: float | None = 5.0) -> bool:
-        """Flush, then close the pipes of ``mesh`` or of all, also those whose other end a worker's child still
-        holds.
-        """
+    def remove(self, mesh: MeshLog, timeout: float | None = 5.0) -> bool:
+        """Flush, then close the pipes of ``mesh``, also those whose other end a worker's child still holds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._lock.acquire(timeout=_left(deadline)):
             return False
@@ -149,9 +147,16 @@ class LogCollector:
         """Flush, close every pipe and end the thread; `add` raises from now on. Return the result of `flush`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         atexit.unregister(self.close)
-        self._closed = True
-        thread = self._thread
-        written = self.remove(None, timeout)
+        if not self._lock.acquire(timeout=_left(deadline)):
+            return False
+        try:
+            self._closed = True
+            thread = self._thread
+            self._drain(None, end=True)
+            self._wake()
+        finally:
+            self._lock.release()
+        written = self._write(_left(deadline))
         if thread is not None:
             thread.join(max(0.0, _left(deadline)) if deadline is not None else None)
         return written

@@ -34,10 +34,9 @@ def install_worker_logging(level: int | str = logging.INFO) -> None:
         with contextlib.suppress(AttributeError, ValueError):  # replaced by something else, or closed
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     logging.StreamHandler.format = _marked_format  # type: ignore[assignment, method-assign]
-    if logging.lastResort is not None:
-        # Not a handler of the root logger: then the program's own basicConfig() would do nothing.
-        logging.lastResort.setLevel(logging.NOTSET)
-        logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    # Not a handler of the root logger: then the program's own basicConfig() would do nothing.
+    handler = logging.lastResort = logging._StderrHandler()  # type: ignore[attr-defined]
+    handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     logging.getLogger().setLevel(number)
 
 

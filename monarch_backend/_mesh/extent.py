@@ -104,7 +104,7 @@ class Extent:
 
         Raises KeyError for a missing or unknown label, IndexError for a coordinate outside its dimension.
         """
-        return sum(map(operator.mul, self._indices(coords), self._strides))
+        return sum(index * stride for index, stride in zip(self._indices(coords), self._strides, strict=True))
 
     def keys(self) -> tuple[str, ...]:
         """Return the labels. With this method ``dict(extent)`` works."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -137,8 +136,8 @@ class Shape:
         """Return the base rank at these coordinates. Raises as `Extent.rank_of` does."""
         if self._strides is None:
             return self.ranks[self._extent.rank_of(**coords)]
-        rank: int = self._offset + sum(map(operator.mul, self._extent._indices(coords), self._strides))
-        return rank
+        steps = zip(self._extent._indices(coords), self._strides, strict=True)
+        return self._offset + sum(index * stride for index, stride in steps)
 
     def at(self, /, **coords: int) -> Shape:
         """Return the part at these coordinates, without the named dimensions. Raises as `MeshBase.slice` does."""

@@ -48,7 +48,10 @@ def number(file: Path) -> int | None:
 
 
 def field(file: Path, name: str) -> int | None:
-    """Return the number after ``name`` in a file of lines like ``oom_kill 3``; None if it is not there."""
+    """Return the number after ``name`` in a file of lines like ``oom_kill 3``; None if it is not there.
+
+    A unit behind the number is ignored: those of /proc/meminfo are KiB.
+    """
     try:
         lines = file.read_text().splitlines()
     except OSError:

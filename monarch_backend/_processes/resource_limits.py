@@ -92,8 +92,9 @@ class System:
         """Yield the current limits. ``count`` avoids costly readings where the cheap ones suffice."""
         yield from self._memory(memory_each)
         yield from self._tasks(count)
-        used = len(os.listdir(self.proc / "self/fd")) if (self.proc / "self/fd").is_dir() else 0
-        yield from self._open_files(descriptors_each, used)
+        if descriptors_each:
+            used = len(os.listdir(self.proc / "self/fd")) if (self.proc / "self/fd").is_dir() else 0
+            yield from self._open_files(descriptors_each, used)
 
     def limits_without_proc(self, descriptors_each: int) -> Iterator[Limit]:
         """Yield the limits that are known without /proc, where each process is spawned. What is in use is not known."""

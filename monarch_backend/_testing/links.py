@@ -119,8 +119,20 @@ class SimulatedLinks:
                 return self._join(other)
         return known
 
-    def send(self, link: int, kind: int, target: int, ref: int, seq: int, rank: int, epoch: int, *payload: Any) -> bool:
-        return self.multicast([(link, seq, rank, epoch)], kind, target, ref, *payload)
+    def send(
+        self,
+        link: int,
+        kind: int,
+        target: int,
+        ref: int,
+        seq: int,
+        rank: int,
+        epoch: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:
+        return self.multicast([(link, seq, rank, epoch)], kind, target, ref, prefix, body, buffers)
 
     def multicast(
         self,

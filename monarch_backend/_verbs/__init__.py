@@ -2,6 +2,19 @@
 
 The engine knows no actors. Its user carries the bytes of connection requests to a peer.
 
+- engine.py: the engine of a process: its devices, connections and transfers
+- engine_thread.py: the engine's thread: events of devices, and calls from other threads
+- shared_engine.py: the one engine that the users in a process share
+- work_requests.py: plans of transfers and atomics, cut into work requests
+- open_device.py: an open device, memory that peers may access, and keys of memory that is not registered any more
+- completion_poller.py: polling of completion queues
+- wire_format.py: regions and connection requests as bytes
+- discovery.py: devices in /sys, and whether they can be used
+- eligibility.py: from which size NICs carry messages
+- connections/: connections to peers, queue pairs in both directions, and the choice of ports
+- registrations/: registrations of memory, kept while the allocation lives, also of GPU memory
+- providers/: the packages that drive libibverbs, and posting and polling in C++
+
 The exported names are imported at their first use. A rank on a machine without NICs imports eligibility.py only.
 """
 

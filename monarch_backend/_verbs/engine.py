@@ -411,6 +411,7 @@ class Engine:
         return near if what.nbytes >= STRIPING_MIN_BYTES else [near[(pieces[0].local >> 21) % len(near)]]
 
     def call_soon(self, call: Callable[[], None]) -> None:
+        """Call a function on the engine's thread, once it exists. Takes no lock, so that weak references may use it."""
         self._thread.call_soon(call)
 
     # ---- on the engine's thread

@@ -72,6 +72,7 @@ class EngineThread:
         return thread
 
     def close(self) -> None:
+        # The descriptor stays open until the last thread that may set the event has released it.
         self._wake = None
 
     def detach_after_fork(self) -> None:

@@ -11,7 +11,24 @@
 >>> procs.stop().get()
 
 This module only re-exports. A controller's modules are imported at their first use, because a worker may have an older
-torch. The layers of the packages here are in .importlinter-cycles.
+torch.
+
+Each of these imports only those below it:
+
+- `_device_mesh.py`: how a program makes a mesh.
+- `_compile/`: captured steps: from torch.compile's graph to commands of workers.
+- `_patches/`: changes of torch: the manifests of names and of tables, and the replacements by kind.
+- `_ops/`: sharding rules and operations that torch lacks or has wrong.
+- `_rng/`: random numbers of a single process on shards.
+- `_placement/`: modules, batches, new tensors and parameters of FSDP, put on the workers.
+- `_dispatch/`: the way of an operation from torch's dispatcher to a command for workers.
+- `_controller/`: remote tensors, sets of workers, commands to them, calls on them, checkpoints, transfers.
+- `_preload.py`: modules that the fork server imports for workers.
+- `_worker/`: what the processes do with a command.
+- `_protocol.py`: the messages between controller and workers.
+- `_per_rank/`: values that differ by rank: ints, strides, shards, classes of ranks.
+- `_torch_internals/`: private parts of torch that are read or called, and not replaced.
+- `_errors.py`: the errors of remote tensors.
 """
 
 from __future__ import annotations

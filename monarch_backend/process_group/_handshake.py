@@ -51,7 +51,7 @@ class Deadline:
         return time.monotonic() >= self._start + self.timeout.total_seconds()
 
 
-def within(seconds: float, call: Callable[[], _T]) -> _T:
+def within(seconds: float, call: Callable[[], _T], *, thread_name: str = "monarch-rendezvous") -> _T:
     """Return the result of ``call()``, or raise TimeoutError. A late call goes on in its thread without effect."""
     results: list[_T] = []
     errors: list[BaseException] = []
@@ -62,7 +62,7 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="monarch-rendezvous", daemon=True)
+    thread = threading.Thread(target=run, name=thread_name, daemon=True)
     start_thread(thread)
     thread.join(seconds)
     if errors:

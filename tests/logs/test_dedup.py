@@ -183,7 +183,12 @@ def test_random_schedules_keep_every_line_once_and_in_order(seed: int, kind: str
     hear(fold.take(now))
     assert fold.deadline() is None
     assert shown == said
-    assert not fold._index and not fold._bytes and not fold._complete and not any(fold._queues.values())
+    assert (
+        not fold._index
+        and not fold._bytes
+        and not fold._complete
+        and not any(queue for _, queue in fold._queues.values())
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -207,9 +207,12 @@ class ProcessStarter:
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(host_of(owned.core.tokens[rank]), []).append(rank)
+        by_spawner: list[tuple[Any, list[int]]] = []  # all are found before the first one starts processes
         for those in by_host.values():
             host = self._program.hosts.of(owned.core.tokens[those[0]])
-            self._start_with(self._spawner_of_this_process() if host is None else host.spawner, owned, those)
+            by_spawner.append((self._spawner_of_this_process() if host is None else host.spawner, those))
+        for spawner, those in by_spawner:
+            self._start_with(spawner, owned, those)
 
     def _start_with(self, spawner: Any, owned: OwnedProcs, ranks: list[int]) -> None:
         specs, pipes = [], []

@@ -389,6 +389,8 @@ def answer(lender: PinnedPool, token: str, question: bytes) -> bytes:
 
 
 class GpuNics(NicRoute):
+    """Route to GPU memory of processes that a NIC of this process reaches. A staged transfer needs a thread."""
+
     name = "verbs"
 
     def __init__(self, verbs: Verbs, staged: Staged) -> None:

@@ -119,7 +119,10 @@ class Assembly:
         return self._next == self._head[7]
 
     def frame(self, link: int, epoch: int) -> tuple[Any, ...]:
-        """Return the frame as a link's event. Raises FrameError if there are fewer bytes than announced."""
+        """Return the frame as a link's event. Raises FrameError if there are fewer bytes than announced.
+
+        If this process had no memory for the frame, its body raises MemoryError when it is unpickled.
+        """
         if self._missing:
             raise FrameError(f"a frame in pieces that lacks {self._missing} bytes")
         kind, target, ref, seq, rank, prefix, sizes, _ = self._head

@@ -260,6 +260,7 @@ def decode(decoder: Any, data: bytes, what: str = "a control message") -> Any:
         raise FrameError(f"not {what}: {error}") from error
 
 
+# Every class of control messages must be defined in this module, above this line.
 _control = msgspec.msgpack.Decoder(functools.reduce(operator.or_, Control.__subclasses__()))
 decode_control: Callable[[bytes], Control] = functools.partial(decode, _control)
 decode_replies: Callable[[bytes], Replies] = functools.partial(decode, msgspec.msgpack.Decoder(Replies))

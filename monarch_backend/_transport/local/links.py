@@ -45,7 +45,7 @@ Receiver = tuple[int, int, int, int]
 
 
 class Links(Protocol):
-    """Sends frames to other processes, in order for each pair of processes. `_native.Mailbox` names the parameters."""
+    """Sends frames to other processes, in order for each pair of processes."""
 
     token: str
 
@@ -53,13 +53,34 @@ class Links(Protocol):
         """Return the link; LINK_PENDING before it answers (MET or REFUSED follows); -1 if it can't be reached."""
         ...
 
-    @property
-    def send(self) -> Callable[[int, int, int, int, int, int, int, bytes, Any, Sequence[Any] | None], bool]:
+    def send(
+        self,
+        link: int,
+        kind: int,
+        target: int,
+        ref: int,
+        seq: int,
+        rank: int,
+        epoch: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:
         """Send a frame without waiting. Return False, and send nothing, if there is no space for the payload."""
+        ...
 
-    @property
-    def multicast(self) -> Callable[[list[Receiver], int, int, int, bytes, Any, Sequence[Any] | None], bool]:
+    def multicast(
+        self,
+        to: list[Receiver],
+        kind: int,
+        target: int,
+        ref: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:
         """Send one frame to several receivers; the payload is copied once."""
+        ...
 
     def drop(self, link: int) -> None: ...
 

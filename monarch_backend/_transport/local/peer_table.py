@@ -178,6 +178,7 @@ class PeerTable:
             asked.asked_by.append(peer)
 
     def _answer(self, asked: Peer) -> None:
+        """Reply to the peers that wait for the state of this process. Call under the router's lock."""
         askers, asked.asked_by = asked.asked_by, []
         for peer in askers:
             self._router.tell(peer, LookupReply(asked.token, asked.gone))

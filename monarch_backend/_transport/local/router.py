@@ -2,7 +2,12 @@
 
 Links carry frames between two processes in order. The router adds a sequence number to each message. The numbers put
 messages from a tree and direct ones in one order, and detect duplicates. The router decides how a message is sent,
-delivers messages that arrive, and handles the exit of a process.
+delivers messages that arrive, and handles the exit of a process. Its parts are in modules of their own:
+
+- flow_control.py: the window of each pair of processes, which bounds the queues, and sending while memory is full
+- fragmentation.py: frames that are larger than one piece
+- tree_multicast.py: multicast down a tree of processes, and the replies that come back up
+- peer_table.py: the known processes, their links and their end, and processes that can't be reached
 
 The router does not depend on actors or meshes, reads no clock and starts no thread. The simulator runs the same code.
 """

@@ -85,11 +85,15 @@ def write_private(path: Path, data: bytes, put: Callable[[Path, Path], None] = o
 
 
 def read_secret(path: Path) -> bytes:
+    """Return the first secret of a file. Raises as `read_secrets`."""
     return read_secrets(path)[0]
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Return a file's secrets, 64 hexadecimal digits a line. PermissionError: others can access it."""
+    """Return the secrets of a file: 64 hexadecimal digits on each line.
+
+    Raises PermissionError if the file does not belong to this user alone, ValueError for other content.
+    """
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:

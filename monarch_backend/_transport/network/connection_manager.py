@@ -1,7 +1,12 @@
 """Connections to other hosts: one thread that accepts, connects and reads.
 
-The module, connection.py and connection_reader.py are the only users of sockets and real time between hosts. gateway.py
-handles the frames. rdma_send.py sends large frames over NICs.
+The module and its parts are the only users of sockets and real time between hosts. It connects and retries, sends
+heartbeats, and ends silent and closed peers.
+
+- connection.py: the state of a connection and of its peer, and its bytes, with or without TLS
+- connection_reader.py: authentication of a new connection (the messages are in auth.py), then its frames (session.py)
+
+gateway.py handles the frames. rdma_send.py sends large frames over NICs.
 """
 
 from __future__ import annotations
@@ -121,10 +126,16 @@ class Tcp:
 
     def listen(self, host: str, port: int = 0) -> Address:
         """Accept connections. Return the address with the port that was assigned. Raises OSError."""
-        [(family, _, _, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        listener = socket.create_server(where, family=family, backlog=128, dualstack_ipv6=both)
-        listener.setblocking(False)
+        [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(128)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
         self._listeners.append(listener)
         self.call_soon(lambda: self.selector.register(listener, selectors.EVENT_READ, listener))
         name: Address = listener.getsockname()[:2]

@@ -68,7 +68,7 @@ class RdmaRead:
     body: memoryview
     current: Callable[[], bool]
     over: Callable[[], None]
-    until: float = 0.0
+    until: float = 0.0  # end of the read's time limit, in seconds of time.monotonic()
 
 
 @dataclass

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import inspect
 import os
 import ssl
 import tempfile
@@ -30,6 +29,18 @@ _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Order of P-256: private keys are below it."""
 
 _PURPOSE = b"monarch_backend TLS CA 1"
+
+_USAGES = (
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
+)
 
 MAX_CLOCK_SKEW = datetime.timedelta(days=1)
 """Difference of two hosts' clocks that certificates allow."""
@@ -177,7 +188,7 @@ def _certificate(
 ) -> x509.Certificate:
     """Sign a certificate with all extensions that strict verifiers require, such as Python's from 3.13 on."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    usage = dict.fromkeys(inspect.signature(x509.KeyUsage).parameters, False)
+    usage = dict.fromkeys(_USAGES, False)
     usage["key_cert_sign" if is_ca else "digital_signature"] = True
     builder = (
         x509.CertificateBuilder()

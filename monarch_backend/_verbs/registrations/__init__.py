@@ -1,1 +1,1 @@
-"""Registrations of memory with a NIC: their cache, GPU memory, and remote keys that were withdrawn."""
+"""Registrations of memory with a NIC: their cache, and GPU memory."""

@@ -32,6 +32,22 @@ class Meta:
     ``classes[of_rank[r]]``, or nothing if that is -1.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "classes",
+        "device",
+        "dtype",
+        "form",
+        "nbytes",
+        "of_rank",
+        "offset",
+        "origin",
+        "shape",
+        "shown",
+        "stride",
+        "workers",
+    )  # fmt: skip
+
     workers: WorkerSet
     shape: Sizes
     stride: Sizes
@@ -48,7 +64,6 @@ class Meta:
     """Origin of a plain tensor that is computed from a DTensor's shard. None: replicated."""
     nbytes: int
     """Bytes of its elements, on the rank that has the most; 0 if they have no memory."""
-    __slots__ = ("__weakref__", *__annotations__)
 
     def on(self, rank: int) -> Meta | None:
         if self.classes is None:

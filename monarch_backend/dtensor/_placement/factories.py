@@ -52,7 +52,10 @@ def make(workers: WorkerSet, init_op: Any, size: Any, mesh: Any, placements: Any
 
 
 class OnWorkers(TorchFunctionMode):
-    """Context for torch's own functions: ``torch.empty``, ``zeros`` and ``ones`` make tensors on a mesh's workers."""
+    """Context for torch's own functions: ``torch.empty``, ``zeros`` and ``ones`` make tensors on a mesh's workers.
+
+    In user code it would also move other tensors there.
+    """
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()

@@ -26,6 +26,12 @@ CANCEL_CHECK_INTERVAL_S = 1.0
 MAX_FORGOTTEN = 1024
 """Limit of dropped transfers for which messages may still arrive."""
 
+MAX_REJOINS = 1024
+"""Limit of failed runs after which an executor of another device may still have to join new groups."""
+
+CONTROL_METHODS = ("set_verdict", "deliver", "refuse", "finish_read", "forget")
+"""Methods of `ControlInbox` that messages may call."""
+
 
 class Ended(RuntimeError):
     """A run ended on another rank before it began here."""
@@ -156,7 +162,10 @@ _rejoins: dict[int, threading.Event] = {}
 
 def rejoin_after(run: int) -> threading.Event:
     """Return the event that this process has joined a new default group after a run, for executors of all devices."""
-    return _rejoins.setdefault(run, threading.Event())
+    joined = _rejoins.setdefault(run, threading.Event())
+    for earlier in list(_rejoins)[:-MAX_REJOINS]:
+        _rejoins.pop(earlier, None)
+    return joined
 
 
 class ControlActor(Actor):
@@ -167,6 +176,8 @@ class ControlActor(Actor):
 
     @endpoint
     def tell(self, method: str, *args: Any) -> None:
+        if method not in CONTROL_METHODS:
+            raise ValueError(f"a control message names {method!r}; send one of {', '.join(CONTROL_METHODS)}")
         getattr(self._inbox, method)(*args)
 
 

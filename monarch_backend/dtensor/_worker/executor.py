@@ -55,7 +55,9 @@ class Executor(Actor):
 
     @endpoint
     def put(self, number: int, tensor: torch.Tensor) -> None:
-        self.commands.tensors[number] = tensor.to(self.commands.device)
+        self.commands.tensors[number] = (
+            tensor.to(self.commands.device) if self.commands.device.type != "cpu" else tensor
+        )
 
     @endpoint
     def read(self, number: int, rank: int, how: str) -> Any:
@@ -185,7 +187,8 @@ class Executor(Actor):
     @endpoint
     def join_again(self, run: int) -> None:
         """Join new groups, because an executor of another device in these processes has closed the old ones."""
-        while not rejoin_after(run).wait(CANCEL_CHECK_INTERVAL_S):
+        joined = rejoin_after(run)
+        while not joined.wait(CANCEL_CHECK_INTERVAL_S):
             pass
         self._join_again()
 

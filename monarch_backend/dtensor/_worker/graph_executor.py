@@ -27,6 +27,22 @@ Values = Sequence[Any]
 class GraphFunction(Function):
     """Function that runs a graph. Its command has numbers between tensors and results."""
 
+    __slots__ = (
+        "_all",
+        "_collectives",
+        "_compiled",
+        "_count",
+        "_draws",
+        "_groups",
+        "_numbers_on",
+        "_orders",
+        "_plain",
+        "_source",
+        "_steps",
+        "_wants_inductor",
+        "graph",
+    )
+
     def __init__(self, graph: Graph, rank: int, device: torch.device, group: Callable[[str], Any]) -> None:
         signature = Signature(
             graph.number, NAME, [], {}, graph.operands, Kind.MANY, len(graph.results), graph.writes, graph.ins, []

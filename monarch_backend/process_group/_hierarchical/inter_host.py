@@ -163,14 +163,16 @@ class InterHostComm:
         """
 
         def ask() -> Cause:
-            if not failure.is_cause:
-                with contextlib.suppress(Exception):
-                    self._store.wait(["cause"], timedelta(seconds=_CAUSE_TIMEOUT_S))
-            kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(failure.cause)))
-            return str(kind), int(rank), str(text)
+            with contextlib.suppress(Exception):  # the store may be gone with its host
+                if not failure.is_cause:
+                    with contextlib.suppress(Exception):
+                        self._store.wait(["cause"], timedelta(seconds=_CAUSE_TIMEOUT_S))
+                kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(failure.cause)))
+                return str(kind), int(rank), str(text)
+            return failure.cause
 
-        with contextlib.suppress(Exception):  # the store may be gone with its host
-            return within(_CAUSE_TIMEOUT_S + _STORE_TIMEOUT_S, ask)
+        with contextlib.suppress(TimeoutError):
+            return within(_CAUSE_TIMEOUT_S + _STORE_TIMEOUT_S, ask, thread_name="monarch_cause")
         return failure.cause
 
     def close_links(self) -> None:

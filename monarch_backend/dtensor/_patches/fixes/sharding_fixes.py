@@ -432,7 +432,8 @@ def _reduced(own: Replacement, at: int) -> Replacement:
 
     def strategy(op_schema: Any) -> Any:
         args = sharding_rule_fixes.none_for_empty(op_schema.args_schema, at)
-        return own(dataclasses.replace(op_schema, args_schema=args))
+        is_same = args is op_schema.args_schema
+        return own(op_schema if is_same else dataclasses.replace(op_schema, args_schema=args))
 
     return strategy
 
