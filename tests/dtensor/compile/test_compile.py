@@ -110,6 +110,7 @@ def test_the_entry_point_is_declared_and_resolves() -> None:
     assert getattr(importlib.import_module(module), name) is compile_backend.monarch
 
 
+@pytest.mark.skipif(torch_version() < manifest.CAPTURED.since, reason="the rows for traces are not applied")
 def test_replaced_names_of_torch_exist() -> None:
     assert manifest.COMPILE
     for row in manifest.COMPILE:
