@@ -207,6 +207,11 @@ _OPERATOR_HANDLERS = (
         "ops/test_replicate_fallback.py::test_values",
     ),
     _fix(
+        _HANDLERS, f"{_SHARDINGS}:BY_INDICES", _SHARDINGS,
+        "torch finds no mesh where only the indices of a host tensor are DTensors.",
+        "controller/test_host_tensors.py::test_sums_of_a_programs_own", before=(2, 12),
+    ),
+    _fix(
         _HANDLERS, f"{_SHARDINGS}:BY_ONE_NUMBER", _SHARDINGS,
         "torch decides by the first tensor of a list whether the number may be a sum over ranks.",
         "ops/test_replicate_fallback.py::test_a_list_by_one_number_that_is_a_sum_over_ranks",
