@@ -93,7 +93,7 @@ class Stream:
     def wake(self) -> None:
         """Schedule a send of the first words after a pause, whether more come or not.
 
-        Call it after the words were added. Before, they might come after the look of `_late` and wait for ever.
+        Add the words first. If `_late` runs between a call and the addition, it finds no words and nothing sends them.
         """
         if not self._timed:
             self._timed = True
