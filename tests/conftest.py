@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,6 +102,15 @@ def pool() -> Callable[[int], RankPool]:
         return _POOLS[world_size]
 
     return get
+
+
+@pytest.fixture
+def frequent_thread_switches() -> Iterator[None]:
+    """Let Python's threads take turns every 10 microseconds, so that races are likely."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(autouse=True)

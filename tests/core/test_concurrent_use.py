@@ -36,12 +36,7 @@ IN_PLACE = 0  # _native: Form
 LARGE = 100_000  # bytes of a payload in a block that its receiver keeps
 
 
-@pytest.fixture(autouse=True)
-def _threads_take_turns_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+pytestmark = pytest.mark.usefixtures("frequent_thread_switches")
 
 
 class Over:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,13 +13,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 THREADS = 4
 
-
-@pytest.fixture(autouse=True)
-def _threads_take_turns_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+pytestmark = pytest.mark.usefixtures("frequent_thread_switches")
 
 
 def at_once(work: Any) -> list[Any]:
