@@ -137,7 +137,7 @@ class ActorMeshOwner:
         runner = owned.owner_runner
         plan = Construct(
             core.actor, core.name, rank, tuple(core.extent.labels), tuple(core.extent.sizes),
-            runner.actor if runner else 0, runner.name if runner else "main",
+            runner.name if runner else "main",
             owned.generations[rank], owned.limiter is not None, core.blueprint.is_async,
         )  # fmt: skip
         self._runtime.router.tell(peer, plan, owned.body, owned.buffers)

@@ -137,7 +137,7 @@ def _seeds() -> dict[str, bytes]:
         frames.LookupReply("t" * 32, None),
         frames.Cancel(1, 2, "why"),
         frames.MoreCredit(1, 2, 3),
-        frames.Construct(1, "name", 0, ("gpus",), (2,), 0, "creator"),
+        frames.Construct(1, "name", 0, ("gpus",), (2,), "creator"),
         frames.Constructed(1, 0),
         frames.Stop(1, "stop", "why"),
         frames.Stopped(1, 0),
@@ -153,7 +153,7 @@ def _seeds() -> dict[str, bytes]:
     seeds["replies"] = b"\2" + frames.encode(replies)
     seeds["pieces"] = b"\3" + bytes([len(head)]) + head + b"\2ab\2cd\2ef"
     seeds["shaped-construct"] = bytes(
-        [4, 0, _TAGS.index("construct"), 1, _at("stop"), 0, _at(["gpus"]), _at([1]), 0, _at("stop")]
+        [4, 0, _TAGS.index("construct"), 1, _at("stop"), 0, _at(["gpus"]), _at([1]), _at("stop")]
     )
     seeds["shaped-route"] = bytes(
         [4, 1, 0, 1, _at("t" * 32), 1, 2, 3, _at(True), _at(b""), _at("t" * 64), _at([1, 2]), _at([1, 2])]

@@ -56,7 +56,7 @@ class NamedActorService(Actor):
 
 
 def plan() -> Construct:
-    return Construct(SERVICE_ACTOR_NUMBER, "registrar", 0, (), (), 0, "main")
+    return Construct(SERVICE_ACTOR_NUMBER, "registrar", 0, (), (), "main")
 
 
 def _ask(program: Runtime, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:

@@ -163,8 +163,7 @@ class Construct(Control, tag="construct"):
     rank: int
     labels: tuple[str, ...]
     sizes: tuple[int, ...]
-    owner: int  # the actor that spawns it, 0 for a program
-    creator: str  # the owner's name
+    creator: str  # name of the actor or program that spawns it
     generation: int = 0
     restarts: bool = False  # whether another Construct may follow after a failure
     is_async: bool = False
