@@ -84,6 +84,8 @@ class OwnedActors:
 
 
 class ActorMeshOwner:
+    """Owner of actor meshes. `ProcessOwner` is the same for processes."""
+
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 

@@ -55,6 +55,8 @@ class Host:
 
 
 class HostRegistry(RuntimeExtension):
+    """The hosts of one controller, and its gateway to them."""
+
     has_work = True
 
     def __init__(self, owner: Any, bounds: Timeouts) -> None:

@@ -75,6 +75,8 @@ def _is_ignored(name: str, patterns: Iterable[str]) -> bool:
 
 
 class Keeper(Actor):
+    """Actor that writes a host's copy of a workspace."""
+
     def __init__(self, to: str, ignored: Sequence[str]) -> None:
         self._tree = WorkspaceTree(Path(os.path.expanduser(os.path.expandvars(to))))
         self._ignored = ignored
@@ -136,6 +138,8 @@ class Keeper(Actor):
 
 
 class Reloader(Actor):
+    """Actor that reloads the workspace's modules in one process."""
+
     @endpoint
     def reload(self, to: str) -> list[str]:
         """Reload modules below the workspace in the order of their first import; return their names."""

@@ -40,6 +40,8 @@ _OF_A_RANK = re.compile(
 
 
 class Ranks(NamedTuple):
+    """The launcher's variables of one rank."""
+
     rank: int
     size: int
     local_rank: int
@@ -146,6 +148,8 @@ class _Rank:
 
 
 class _Controller(_Rank):
+    """Rank 0 of the launcher's ranks."""
+
     def run(self, name: str) -> HostMesh:
         given = given_secret()
         self._secret = given or new_secret()
@@ -240,6 +244,8 @@ class _Controller(_Rank):
 
 
 class _Waiting(_Rank):
+    """Ranks other than 0."""
+
     def run(self, name: str) -> HostMesh:  # noqa: ARG002
         secret = given_secret() or parse_secret(self._get("secret"), "what rank 0 says")
         connection = self._connect()

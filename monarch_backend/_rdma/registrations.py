@@ -56,6 +56,8 @@ class Handle(NamedTuple):
 
 
 class Registry(RuntimeExtension):
+    """The registrations of one process."""
+
     def __init__(self, owner: Runtime) -> None:
         host = getattr(owner.links, "host", None)
         if host is None:

@@ -78,6 +78,8 @@ class _Call(Future[T]):
 
 
 class UnaryCall(_Call[T]):
+    """A call of one rank."""
+
     __slots__ = ("base_rank", "load", "peer")
 
     def __init__(

@@ -25,6 +25,8 @@ Job = Callable[[], Any]
 
 
 class ReplyHandle:
+    """Sends the reply of one message."""
+
     __slots__ = ("__weakref__", "_due", "_frame", "_peer", "_program", "_sent", "_via", "explicit", "port")
 
     def __init__(self, program: Runtime, message: Message, port: Address | None) -> None:

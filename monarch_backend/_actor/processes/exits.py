@@ -40,6 +40,8 @@ SIGKILL_STATUS_TIMEOUT_S = 2.0
 
 
 class ProcessExits:
+    """Handles the events of spawners and the ends of links to owned processes."""
+
     def __init__(
         self,
         program: Runtime,

@@ -23,6 +23,8 @@ from monarch_backend._transport.local.peer import Peer
 
 @dataclass
 class OwnedProcess:
+    """Record of one process."""
+
     core: ProcMeshState
     rank: int
     peer: Peer
@@ -48,6 +50,8 @@ class OwnedProcess:
 
 @dataclass
 class OwnedProcs:
+    """The owner's record of a mesh of processes."""
+
     core: ProcMeshState
     owner_runner: Any
     siblings: list[Any]

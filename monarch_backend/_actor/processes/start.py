@@ -277,6 +277,8 @@ class ProcessStarter:
 
 
 class ProcessReadiness:
+    """Notes which processes are ready, and completes the futures that wait for it."""
+
     def __init__(self, program: Runtime, records: ProcessRecords) -> None:
         self._program, self._records = program, records
 

@@ -188,6 +188,8 @@ class SmallRequestClient:
 
 
 class Tcp(Route):
+    """Route to memory of a process on any host."""
+
     name = "tcp"
 
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:

@@ -27,6 +27,8 @@ class Waitable(Protocol):
 
 
 class Timer:
+    """Scheduled call."""
+
     __slots__ = ("_call", "_timers")
 
     def __init__(self, call: Callable[[], None], timers: Timers | None = None) -> None:

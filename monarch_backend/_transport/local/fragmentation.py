@@ -85,6 +85,8 @@ def _raise_no_room(size: int, pid: int) -> None:
 
 
 class Assembly:
+    """Frame that arrives in pieces."""
+
     def __init__(self, head: bytes) -> None:
         self._head: _Head = decode(_decoder, head, "the head of a frame in pieces")
         sizes = self._head[6]
@@ -131,6 +133,8 @@ class Assembly:
 
 
 class Fragmenter:
+    """Sends frames in pieces, and assembles those of the peers."""
+
     def __init__(self, router: Router) -> None:
         self._router = router
         self.assemblies: dict[tuple[int, int], Assembly] = {}  # by link and the sender's number of the frame

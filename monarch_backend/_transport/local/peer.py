@@ -48,6 +48,8 @@ class CreditWaiter:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Peer:
+    """State of another process."""
+
     token: str
     credit: int  # left in the window
     epoch: int = field(init=False)

@@ -107,6 +107,8 @@ class ReplyAggregator:
 
 
 class TreeMulticast:
+    """Multicasts that this process has sent or relays."""
+
     def __init__(self, router: Router) -> None:
         self._router = router
         self.multicasts: dict[int, Multicast] = {}  # sent by this process, and not known to have arrived everywhere

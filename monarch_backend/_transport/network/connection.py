@@ -55,6 +55,8 @@ class Timeouts:
 
 
 class PeerConnection:
+    """Process on another host, and the session with it."""
+
     def __init__(self, session: bytes, address: Address | None, secret: bytes, until: float) -> None:
         self.id, self.address, self.secret = session, address, secret
         self.who = ANY_RECEIVER  # its token, after the handshake

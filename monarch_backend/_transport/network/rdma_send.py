@@ -95,6 +95,8 @@ def rdma_sender(tcp: Tcp) -> RdmaSender | None:
 
 
 class RdmaSender:
+    """Sends and receives frames over NICs for one Tcp."""
+
     def __init__(self, tcp: Tcp, least: int) -> None:
         self._tcp, self._least = tcp, least
         self._nics = Nics(self._dial)

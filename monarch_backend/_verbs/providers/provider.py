@@ -65,6 +65,8 @@ class Port:
 
 @dataclass(frozen=True)
 class Path:
+    """Attributes that connect one queue pair to another."""
+
     port: int
     number: int  # of the other queue pair
     psn_out: int
