@@ -257,7 +257,11 @@ def go_through(owner: Any, gateway: str) -> None:
     def to_gateway(frame: Any) -> bool:
         return bool(links.mailbox.send(link, *frame))
 
-    links.go_through(RemoteLinks(links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send)))
+    remote_links = RemoteLinks(
+        links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send), router.take_early_frames
+    )
+    links.go_through(remote_links)
+    owner.progress.later(0.0, lambda: router.handle(links.translate(())))  # the frames that came before
     owner.gateway = gateway
     owner.owner.starter.tell_all(Setting("gateway", gateway))
 

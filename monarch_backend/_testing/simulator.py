@@ -20,7 +20,7 @@ from monarch_backend._testing.fault_model import Conditions
 from monarch_backend._testing.process import ProcessDied, SimulatedProcess
 from monarch_backend._testing.substitutions import logged_errors, simulated_seams
 from monarch_backend._transport.local import frames
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
+from monarch_backend._transport.local.frames import CARRIED, TOKEN_LENGTH, FrameError, Kind
 from monarch_backend._transport.local.peer import CreditWaiter
 from monarch_backend._transport.network import envelope
 
@@ -399,7 +399,7 @@ def _line(time: float, process: SimulatedProcess, what: Any, event: tuple[Any, .
 
 
 def _told(event: tuple[Any, ...]) -> str:
-    if event[1] >= envelope.CARRIED:
+    if event[1] >= CARRIED:
         return _told_far(event)
     kind = Kind(event[1])
     if kind is Kind.MET:
@@ -420,7 +420,7 @@ def _told_far(event: tuple[Any, ...]) -> str:
     if envelope.is_word(event[1]):
         name = {envelope.CALL: "CALL", envelope.MET: "MET", envelope.REFUSED: "REFUSED"}.get(event[1], "GONE")
         return f"remote {name} {event[7].decode()}"
-    rest, kind = event[7], event[1] & ~(envelope.CARRIED | envelope.MANY)
+    rest, kind = event[7], event[1] & ~(CARRIED | envelope.MANY)
     many = 0
     if envelope.is_for_many(event[1]):
         rows, rest = envelope.unpack_receivers(rest)

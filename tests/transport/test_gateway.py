@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._transport.local.frames import FrameError, Kind
+from monarch_backend._transport.local.frames import CARRIED, FrameError, Kind
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDING
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import Envelope
@@ -233,7 +233,7 @@ def test_early_frames_wait_for_the_connected_event() -> None:
     one, two = world.process(1, 1), world.process(2, 1)
     assert one.links.connect(two.token) == LINK_PENDING
     prefix = (one.token + two.token).encode() + b"prefix"
-    one.inbox.append((0, int(Kind.CALL) | envelope.CARRIED, 7, 8, 1, 3, 0, prefix, b"early", None))
+    one.inbox.append((0, int(Kind.CALL) | CARRIED, 7, 8, 1, 3, 0, prefix, b"early", None))
     one.read()
     assert one.events == []
     world.run()
@@ -417,7 +417,7 @@ def test_misaddressed_frame_is_dropped_alone() -> None:
     say(two, two.links.connect(one.token), b"before")
     world.by_id["00000002"].read()
     world.run()
-    one.inbox.append((0, Kind.CALL | envelope.CARRIED, 1, 1, 1, 0, 0, stranger, b"", None))
+    one.inbox.append((0, Kind.CALL | CARRIED, 1, 1, 1, 0, 0, stranger, b"", None))
     say(two, two.links.connect(one.token), b"after", 2)
     world.run()
     assert one.bodies() == [b"before", b"after"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._transport.local.frames import FrameError, Kind, decode_replies
+from monarch_backend._transport.local.frames import CARRIED, FrameError, Kind, decode_replies
 from monarch_backend._transport.network import envelope, multicast
-from monarch_backend._transport.network.envelope import CARRIED, PASS, RelayHeader
+from monarch_backend._transport.network.envelope import PASS, RelayHeader
 from monarch_backend._transport.network.multicast import split
 from tests.transport.test_gateway import Process, World, token
 

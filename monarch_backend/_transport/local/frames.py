@@ -31,6 +31,10 @@ class Kind(IntEnum):
     HOST_GONE = -4  # precedes GONE and REFUSED of the processes of a lost host
 
 
+CARRIED = 0x40
+"""Flag in a kind: the frame is for, or from, a process on another host. Gateways use all kinds from this one on."""
+
+
 class Status:
     """Prefix of a reply. It is short because it is compared for every reply."""
 

@@ -25,6 +25,7 @@ from monarch_backend._transport.local import frames, tuning
 from monarch_backend._transport.local.flow_control import FlowControl, RetryQueue, SharedMemoryWait, places_of
 from monarch_backend._transport.local.fragmentation import Fragmenter
 from monarch_backend._transport.local.frames import (
+    CARRIED,
     Frame,
     FrameError,
     Kind,
@@ -43,6 +44,9 @@ from monarch_backend._transport.local.tree_multicast import ReplyAggregator, Tre
 from monarch_backend._transport.tokens import epoch_of
 
 log = logging.getLogger("monarch_backend")
+
+MAX_EARLY_FRAMES = 4096
+"""Frames from other hosts that are held before this process is told the gateway of its host."""
 
 _NOTHING = frames.encode(frames.Setting(frames.PING, None))
 
@@ -90,6 +94,7 @@ class Router:
         self.on_wait: Callable[[Peer, int, int, str], None] = lambda _peer, _kind, _target, _why: None
         self.on_full: Callable[[str], None] = lambda _why: None
         self.before_host_gone: Callable[[str], None] = lambda _: None
+        self._early_frames: list[Any] | None = []  # None once the gateway is known
         self._told = {
             Kind.MET: table.on_met,
             Kind.GONE: table.on_ended,
@@ -367,8 +372,11 @@ class Router:
 
     def _handle(self, event: Any) -> None:
         kind = event[1]
-        if kind < 0:
-            self._told[kind](event)
+        if not 0 < kind < CARRIED:
+            if kind < 0:
+                self._told[kind](event)
+            else:
+                self._hold_early_frame(event)
             return
         peer = self.by_link[event[0]]
         if event[6] != self.epoch:
@@ -379,6 +387,28 @@ class Router:
             self._take(peer, frame, None)
         else:
             self.in_order(peer, frame, None)
+
+    def _hold_early_frame(self, event: Any) -> None:
+        """Hold a frame of this host's gateway, which may connect to this process before it connects to the gateway."""
+        early = self._early_frames
+        if early is None or event[1] < CARRIED:
+            raise FrameError(f"a frame of unknown kind {event[1]}; install the same monarch_backend everywhere")
+        if len(early) >= MAX_EARLY_FRAMES:
+            raise FrameError(f"{len(early)} frames from other hosts, before this process was told its gateway")
+        early.append(event)
+
+    def take_early_frames(self, gateway: str) -> tuple[set[int], list[Any]]:
+        """Return the links to the gateway, and its frames that were held. Call it once, on the reading thread.
+
+        Later frames of a gateway's kind are errors, and so are the frames of other processes that were held.
+        """
+        links = {link for link, peer in self.by_link.items() if peer.token == gateway}
+        early, self._early_frames = self._early_frames or [], None
+        for event in early:
+            if event[0] in self.by_link and event[0] not in links:
+                log.error("process %s: a frame of a gateway's kind; its link is closed", self.by_link[event[0]])
+                self.links.drop(event[0])
+        return links, [event for event in early if event[0] in links]
 
     def in_order(self, peer: Peer, frame: Frame, combiner: ReplyAggregator | None) -> bool:
         """Handle a frame, or hold it until those before it have come. False: a duplicate, or its sender is gone."""

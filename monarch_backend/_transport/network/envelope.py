@@ -10,11 +10,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError
+from monarch_backend._transport.local.frames import CARRIED, TOKEN_LENGTH, FrameError
 from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
-CARRIED, MANY = 0x40, 0x80
-"""Flags in a kind: the frame is for, or from, a process on another host; or for several of them."""
+MANY = 0x80
+"""Flag in a kind: the frame is for several processes on other hosts. The flag CARRIED is for one."""
 
 CALL, MET, REFUSED, GONE = 0xF1, 0xF2, 0xF3, 0xF4
 """Kinds of control frames between processes and gateways: A connects to B; B is up, can't be reached, has ended."""

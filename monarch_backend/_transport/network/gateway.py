@@ -13,13 +13,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, own, own_all
+from monarch_backend._transport.local.frames import CARRIED, TOKEN_LENGTH, FrameError, Kind, own, own_all
 from monarch_backend._transport.local.links import LINK_PENDING
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import (
     ARRIVED,
     CALL,
-    CARRIED,
     COMBINED,
     GONE,
     MANY,

@@ -16,9 +16,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from monarch_backend._transport.local import frames
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, Part, Replies, Status, own, own_all
+from monarch_backend._transport.local.frames import (
+    CARRIED,
+    TOKEN_LENGTH,
+    FrameError,
+    Kind,
+    Part,
+    Replies,
+    Status,
+    own,
+    own_all,
+)
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import ARRIVED, CARRIED, COMBINED, MANY, PASS, Envelope, RelayHeader
+from monarch_backend._transport.network.envelope import ARRIVED, COMBINED, MANY, PASS, Envelope, RelayHeader
 from monarch_backend._transport.tokens import HOST_ID_LENGTH, epoch_of, host_of
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, own, own_all
+from monarch_backend._transport.local.frames import CARRIED, TOKEN_LENGTH, FrameError, Kind, own, own_all
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDING, Receiver
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import CALL, CARRIED, GONE, HOST_LOST, MANY, MET, REFUSED, Envelope
+from monarch_backend._transport.network.envelope import CALL, GONE, HOST_LOST, MANY, MET, REFUSED, Envelope
 from monarch_backend._transport.tokens import host_of
 
 log = logging.getLogger("monarch_backend")
@@ -28,6 +28,8 @@ class RemoteLinks:
     - ``gateway``, ``gateway_link``: the gateway's token, and the link to it.
     - ``to_gateway(frame)`` returns False if there is no space now, as `Links.send`.
     - ``keep(send)`` retries a send until it returns True.
+    - ``early(gateway)`` returns the links to the gateway that the router knows, and the gateway's frames that came
+      before this object was installed. It is called once, on the reading thread.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class RemoteLinks:
         gateway_link: int,
         to_gateway: Callable[[Envelope], bool],
         keep: Callable[[Callable[[], bool]], None],
+        early: Callable[[str], tuple[set[int], list[Event]]] | None = None,
     ) -> None:
         self.token: str = native.token
         self.native = native.mailbox  # the methods of LocalLinks are replaced by those of this object
@@ -50,6 +53,7 @@ class RemoteLinks:
         self._numbers: dict[str, int] = {}  # of connected and connecting processes
         self._met: set[int] = set()  # numbers of connected processes
         self._early: dict[int, list[Event]] = {}  # frames that came down a tree before their sender was connected
+        self._take_early = early
         self._gateways = {gateway_link}  # links to the gateway: two if both sides have connected
         self._gateway = gateway
         self._dead = False  # whether the gateway has ended: no other host can be reached
@@ -124,6 +128,11 @@ class RemoteLinks:
 
     def translate(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return the events of the local links; frames from the gateway become events on the links of their senders."""
+        if self._take_early is not None:
+            links, held = self._take_early(self._gateway)
+            self._take_early = None
+            self._gateways |= links
+            events = [*held, *events]
         if not any(event[1] >= CARRIED or event[1] < 0 for event in events):
             return events
         result: list[Event] = []
