@@ -205,6 +205,8 @@ def _propagated(
     if len(meshes) > 1 or not any(call in each for each in strategies):
         return
     mesh = next(iter(meshes))
+    of_single_dims = propagator.op_to_schema_info_for_single_dim_strategy.get(call)
+    schema_info = propagator.op_to_schema_info.get(call, of_single_dims)
 
     def spec(value: Any) -> Any:
         if type(value) is not Operand:
@@ -217,7 +219,7 @@ def _propagated(
     given, named = pytree.tree_map(spec, (tuple(args), kwargs))
     of_sizes = [(given[0], [*sizes[:at], -1, *sizes[at + 1 :]]) for at in range(len(sizes))] if sizes else []
     for each in (given, *of_sizes):
-        schema = OpSchema(call, each, named, schema_info=propagator.op_to_schema_info.get(call))
+        schema = OpSchema(call, each, named, schema_info=schema_info)
         try:
             with tracing_state.outside(), tracing_state.quiet:
                 sharding = propagator.propagate_op_sharding_non_cached(schema)
