@@ -169,6 +169,11 @@ class Owner:
         """Send a signal to the owner's process."""
         os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """Stop all threads of the owner's process before returning."""
+        self.signal(signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
     def end(self) -> None:
         """Kill the owner's process."""
         self._pipe.close()

@@ -57,12 +57,6 @@ def begin(
     return client.begin(ticket, access, memory.all(), *more, scope or _native.CancelScope(None))
 
 
-def stop(it: Owner) -> None:
-    """Stop all threads of the owner before returning."""
-    it.signal(signal.SIGSTOP)
-    os.waitpid(it.pid, os.WUNTRACED)
-
-
 # ---- requests in the core
 
 
@@ -106,7 +100,7 @@ def test_request_without_a_free_connection_is_not_started(it: Owner) -> None:
 @BOTH
 def test_an_owner_that_stands_still(tls: bool) -> None:
     with owner(tls) as it, connected(it) as (client, ticket):
-        stop(it)
+        it.stop()
         memory, scope = Memory(8), _native.CancelScope(None)
         request = begin(client, ticket, memory, scope)
         assert request.fetch(0.02) is None
@@ -116,14 +110,14 @@ def test_an_owner_that_stands_still(tls: bool) -> None:
         assert request.is_over
         it.signal(signal.SIGCONT)
         assert client.read(ticket, memory.all(), 20.0).outcome == "done", "on a new connection"
-        stop(it)
+        it.stop()
         assert begin(client, ticket, memory, _native.CancelScope(0.05)).fetch(None)[0] == LATE
         it.signal(signal.SIGCONT)
 
 
 def test_an_owner_that_dies(it: Owner) -> None:
     with connected(it) as (client, ticket):
-        stop(it)
+        it.stop()
         request = begin(client, ticket, Memory(8))
         fetching = Background(request.fetch, None)
         it.signal(signal.SIGKILL)
@@ -132,7 +126,7 @@ def test_an_owner_that_dies(it: Owner) -> None:
 
 def test_only_one_fetching_thread_gets_the_result(it: Owner) -> None:
     with connected(it) as (client, ticket):
-        stop(it)
+        it.stop()
         request = begin(client, ticket, Memory(8))
         scope, others = Background(request.fetch, None), [Background(request.fetch, 20.0) for _ in range(4)]
         it.signal(signal.SIGCONT)
@@ -141,7 +135,7 @@ def test_only_one_fetching_thread_gets_the_result(it: Owner) -> None:
 
 def test_dropped_request_does_not_block_later_reads(it: Owner) -> None:
     with connected(it) as (client, ticket):
-        stop(it)
+        it.stop()
         request = begin(client, ticket, Memory(8))
         assert begin(client, ticket, Memory(8)) is None
         del request
@@ -279,7 +273,7 @@ def test_callbacks_and_await(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.Mo
 
 def test_read_of_a_stopped_owner_can_be_cancelled_or_time_out(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
     buffer, _ = far
-    stop(it)
+    it.stop()
     waiting = buffer[:8].read_into(bytearray(8))
     with pytest.raises(TimeoutError, match="the call goes on"):
         waiting.get(0.05)
@@ -289,7 +283,7 @@ def test_read_of_a_stopped_owner_can_be_cancelled_or_time_out(it: Owner, far: tu
         waiting.get()
     it.signal(signal.SIGCONT)
     buffer[:8].read_into(bytearray(8)).get(20)  # a new connection is made
-    stop(it)
+    it.stop()
     with pytest.raises(TimeoutError, match=r"was not done within 0\.1 s"):
         buffer[:8].read_into(bytearray(8), timeout=0.1).get(20)
     slow = buffer[:8].read_into(bytearray(8))

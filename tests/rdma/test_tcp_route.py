@@ -258,7 +258,7 @@ def test_transfer_with_a_stopped_owner_times_out_or_is_cancelled(tls: bool, cont
     with owner(tls) as it, client_of(it, 2) as client:
         ticket, memory = it.ask("add", content), Memory(len(content))
         done(client.read(ticket, memory.all(), 20.0))
-        it.signal(signal.SIGSTOP)
+        it.stop()
         for kind in (client.read, client.write):
             start = time.monotonic()
             assert kind(ticket, memory.all(), 0.2).outcome == "timed_out"
@@ -280,7 +280,7 @@ def test_close_ends_waiting_transfers(content: bytes) -> None:
     with owner() as it:
         client = it.client()
         ticket, memory = it.ask("add", content), Memory(len(content))
-        it.signal(signal.SIGSTOP)
+        it.stop()
         waiters = [Background(client.read, ticket, memory.all()) for _ in range(6)]
         time.sleep(0.1)
         client.close()
