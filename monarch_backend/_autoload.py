@@ -7,6 +7,7 @@ time or can fail. The process group itself is imported by the creator, when the 
 from __future__ import annotations
 
 import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ BACKEND_NAME = "monarch"
 # defaults, so listing them changes none. The packages of "xla" and "tpu" register those.
 DEVICES = ["cpu", "cuda"]
 _replaced: set[str] = set()  # functions of torch
+_HELPER = "_new_process_group_helper"
 
 
 def _create_process_group(options: Any, pg_options: Any = None) -> ProcessGroup:
@@ -63,6 +65,16 @@ def _watch_rendezvous() -> None:
         module.rendezvous = _stand_in("rendezvous", module.rendezvous)
 
 
+def take_names() -> None:
+    """Let groups for the backends in MONARCH_AS be made by this one; does nothing without that setting."""
+    if "MONARCH_AS" not in os.environ or _HELPER in _replaced:
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    _replaced.add(_HELPER)
+    setattr(c10d, _HELPER, _stand_in(_HELPER.removeprefix("_"), getattr(c10d, _HELPER)))
+
+
 def _replace(dist: Any, name: str) -> None:
     """Put a stand-in in the place of torch's function, before a user's script imports it by name."""
     from torch.distributed import distributed_c10d as c10d
@@ -85,6 +97,7 @@ def register() -> None:
         return
     dist.Backend.register_backend(BACKEND_NAME, _create_process_group, extended_api=True, devices=DEVICES)
     _watch_rendezvous()
+    take_names()
     _replace(dist, "batch_isend_irecv")
     if _needs_stand_ins(dist):
         _replace(dist, "monitored_barrier")
@@ -105,6 +118,7 @@ def torch_backends_entry() -> None:
             register()
         elif torch.distributed.is_available():
             _watch_rendezvous()
+            take_names()
             _replace(torch.distributed, "batch_isend_irecv")
     except Exception as error:  # see the docstring
         import warnings

@@ -78,6 +78,13 @@ def _ports(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    found = tuple(part.strip() for part in text.split(","))
+    for name in found:
+        _one_of("gloo", "nccl")(name)
+    return found
+
+
 _TABLE = (
     Setting("MONARCH_SHM", "flag", True, "", "give 1, or 0 to use Gloo for all CPU tensors", _flag,
             "Ranks of one host exchange CPU tensors through shared memory."),
@@ -89,6 +96,8 @@ _TABLE = (
             "Size from which ranks read a piece of a tensor from each other's memory. 0: never."),
     Setting("MONARCH_DEBUG", "flag", False, "", "give 1, or 0", _flag,
             "Print which routes are chosen, and why, to standard error."),
+    Setting("MONARCH_AS", "list", (), "", "give gloo, nccl, or gloo,nccl, or leave it unset", _names,
+            "Backends of torch whose groups are made by this one: gloo for CPU tensors, nccl for GPU tensors."),
     Setting("MONARCH_BUSY_POLL", "choice", "", "", "1 to wait by spinning first, 0 to sleep at once, or unset",
             _one_of("0", "1"),
             "Whether a process spins before it sleeps. Unset: it spins if there are enough processors."),

@@ -19,6 +19,8 @@ from collections.abc import Collection, Sequence
 from types import CodeType
 from typing import Any, TextIO, cast
 
+from monarch_backend import _autoload
+
 __all__ = ["run"]
 
 
@@ -35,6 +37,7 @@ def run(words: Sequence[str], handled: Collection[int] = ()) -> None:
     for number in handled:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _unbuffer()
+    _autoload.take_names()  # torch was imported in the launcher, perhaps without MONARCH_AS
     if words[1] == "-m":
         _run_module(words[2])
     else:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.utils import _delay
 from torch.distributed.launcher import api as launcher
 
-from monarch_backend._core import platform
+from monarch_backend._core import env, platform
 from monarch_backend._launch.rank_processes import RankProcess, Ranks
 
 _log = logging.getLogger("monarch_backend")
@@ -40,6 +40,9 @@ within milliseconds. All of torchrun's options and environment variables; the sa
 
 _CONTROLLER = """run the script once, on the first node, as the controller of all nodes: there,
 monarch_backend.job.host_mesh_from_env() is the mesh of hosts, and MONARCH_NPROC_PER_NODE is --nproc-per-node"""
+
+_AS = """gloo, nccl or gloo,nccl: groups for these backends of torch are made by this one, for programs that accept only
+names they know; sets MONARCH_AS"""
 
 
 def run(argv: Sequence[str], ranks: Ranks | None, why_not: str) -> None:
@@ -57,7 +60,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.prog = "monarch-backend run"
     parser.description = _DESCRIPTION
     parser.add_argument("--controller", action="store_true", help=_CONTROLLER)
+    parser.add_argument("--as", dest="names", metavar="BACKENDS", help=_AS)
     args = parser.parse_args(argv)
+    if args.names:
+        os.environ["MONARCH_AS"] = args.names
+        env.check()
     if args.controller:
         _run_once(args)
     return args

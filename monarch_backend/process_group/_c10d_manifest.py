@@ -53,6 +53,15 @@ C10D = (
 )  # fmt: skip
 """At most 6 are replaced in one release."""
 
+NAMED_AS = (
+    Patch(
+        f"{_C10D}:_new_process_group_helper", "semantics", (f"{_MAKERS}:new_process_group_helper",),
+        "Makes groups of torch's own backends without asking the registered ones.",
+        "tests/process_group/test_backend_names.py::test_groups_for_a_name_of_torch_are_ours", (2, 9),
+    ),
+)  # fmt: skip
+"""Only in programs with MONARCH_AS."""
+
 _BACKEND = tuple(
     f"{_C10D}:Backend.{table}" for table in ("_plugins", "backend_list", "backend_capability", "backend_type_map")
 )

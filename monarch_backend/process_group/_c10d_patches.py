@@ -103,8 +103,33 @@ def _initialises_ours(frame: FrameType | None) -> bool:
     """
     while frame is not None and frame.f_code.co_name != "init_process_group":
         frame = frame.f_back
-    backend = frame.f_locals.get("backend") if frame is not None else None
-    return "monarch" in [part.rpartition(":")[2].strip() for part in str(backend).split(",")]
+    backend = str(frame.f_locals.get("backend") if frame is not None else None)
+    if "monarch" in [part.rpartition(":")[2].strip() for part in backend.split(",")]:
+        return True
+    from monarch_backend.process_group import _backend_names
+
+    return bool(_backend_names.request_for(backend))
+
+
+def new_process_group_helper(
+    original: Callable[..., Any], size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace distributed_c10d.py:_new_process_group_helper in programs with MONARCH_AS; see _backend_names.py.
+
+    torch makes the groups of its own backends there, whatever is registered under their names.
+    """
+    from monarch_backend.process_group import _backend_names
+
+    ours = _backend_names.request_for(str(backend))
+    if not ours:
+        return original(size, rank, ranks, backend, store, *args, **kwargs)
+    kwargs["backend_options"] = _backend_names.options_for(kwargs.get("backend_options"))
+    group, prefix_store = original(size, rank, ranks, ours, store, *args, **kwargs)
+    if _is_ours(group):
+        _backend_names.rename(group, backend)
+        if rank == 0 and not ranks:  # the default group
+            _backend_names.report()
+    return group, prefix_store
 
 
 def restore_new_group() -> None:

@@ -509,6 +509,7 @@ def table() -> str:
     return documented(
         {
             'Programs with `backend="monarch"`': (_c10d_manifest.C10D, _c10d_manifest.REGISTRATIONS),
+            "Programs with `MONARCH_AS`, in addition": (_c10d_manifest.NAMED_AS, ()),
             "Controllers of DTensors": (PATCHES, registrations.CONTROLLER),
             "Workers": ((*WORKER_XLA, *WORKER_INDUCTOR), registrations.WORKER),
         }

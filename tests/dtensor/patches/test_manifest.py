@@ -15,10 +15,10 @@ import pytest
 from monarch_backend._core import patches, torch_version
 from monarch_backend._core.patches import Patch
 from monarch_backend.dtensor._patches import manifest
-from monarch_backend.process_group._c10d_manifest import C10D
+from monarch_backend.process_group._c10d_manifest import C10D, NAMED_AS
 
 ROOT = Path(__file__).parents[3]
-ROWS = (*manifest.PATCHES, *manifest.WORKER_XLA, *manifest.WORKER_INDUCTOR, *C10D)
+ROWS = (*manifest.PATCHES, *manifest.WORKER_XLA, *manifest.WORKER_INDUCTOR, *C10D, *NAMED_AS)
 
 COMPARE = """
 import inspect, json, sys, types
@@ -213,6 +213,12 @@ def test_program_with_the_backend_only_has_at_most_six_replaced_names() -> None:
     assert found == listed
     assert len(wanted) <= 6
     assert all(sum(row.is_for(release) for row in C10D) <= 6 for release in ((2, 9), (2, 13), (2, 14), (2, 15)))
+
+
+def test_program_with_torchs_names_has_one_more_replaced_name() -> None:
+    plain = json.loads(run(COMPARE + PLAIN, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
+    found = json.loads(run(COMPARE + PLAIN, TORCH_DEVICE_BACKEND_AUTOLOAD="0", MONARCH_AS="gloo"))
+    assert found == sorted([*plain, *(row.target for row in NAMED_AS)])
 
 
 def test_worker_that_compiles_has_the_rows_of_its_manifest() -> None:
