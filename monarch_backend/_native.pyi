@@ -276,8 +276,8 @@ class ShmGroup:
     ) -> Any:
         """Return a callable for the method ``name`` of ``owner`` that runs most calls without Python code.
 
-        It returns ``work()``, or the result of ``failed`` or ``pending``. ``torch``: see csrc/shm/python/fast_paths.h. After ``end()``
-        it forwards every call.
+        It returns ``work()``, or the result of ``failed`` or ``pending``. ``torch``: see
+        csrc/shm/python/fast_paths.h. After ``end()`` it forwards every call.
         """
 
     def message(

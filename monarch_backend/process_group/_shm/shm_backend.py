@@ -397,7 +397,16 @@ class SharedMemory:
                 continue  # C++ calls of these names would reach the fast path again
             form, names = _FAST_PATH_FORMS.index(spec.form), reduces if spec.reduces else moves
             found[name] = self.native.fast_path(
-                spec.operation, form, owner, name, spec.options, _Done, self._failed, self._pending, self._seconds, names
+                spec.operation,
+                form,
+                owner,
+                name,
+                spec.options,
+                _Done,
+                self._failed,
+                self._pending,
+                self._seconds,
+                names,
             )
         return found
 
