@@ -309,6 +309,7 @@ class SharedMemory:
         self._timeout = timeout
         # A small operation that is not done needs only this rank, so no thread moves it until the next one is called.
         self._deferred: AsyncWork | None = None
+        self._deferring = threading.Lock()
         self.closed_why = ""  # set before it is closed
         self.failed = False  # a rank ended or was late
 
@@ -367,13 +368,16 @@ class SharedMemory:
             return work
         work._keep = keep
         operation.set_time(self._seconds(opts))
-        before, self._deferred = self._deferred, None
-        if before is not None and not before._operation.done:
+        with self._deferring:
+            before = self._deferred
+            if before is not None and before._operation.done:
+                before = None
+            # An operation that has to wait for the one before enters only then.
+            self._deferred = work if is_small and before is None else None
+            is_deferred = self._deferred is work
+        if before is not None:
             before.hand_over()
-            is_small = False  # it may have to wait for the one before, and enters only then
-        if is_small:
-            self._deferred = work
-        else:
+        if not is_deferred:
             work.hand_over()
         return work
 
