@@ -148,6 +148,7 @@ bench: $(VENV)/.bench  ## run all benchmarks; results on the terminal, tables an
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/call_comparison.py
 	$(BIN)/python benchmarks/collectives.py --ddp
+	$(BIN)/python benchmarks/async_collectives.py
 	-$(BIN)/python tools/peer_env.py torchmonarch ray nixl
 	$(BIN)/python benchmarks/actors.py
 	-$(BIN)/python benchmarks/hosts.py

@@ -212,6 +212,9 @@ class Operation:
     def source(self) -> int:
         """Of a receive: the rank that sent."""
 
+    def set_time(self, seconds: float, /) -> None:
+        """Set the time limit of an asynchronous operation, from now."""
+
     def forget(self) -> None:
         """Drop the reference to the owner of the memory, because the caller keeps it."""
 
@@ -247,6 +250,14 @@ class ShmGroup:
         ``seconds(options)`` is called if it is late, for the time limit.
         """
 
+    def begin(
+        self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, /
+    ) -> tuple[Operation, bool]:
+        """Submit an asynchronous operation. Return it, and whether other ranks need nothing more of this one."""
+
+    def poll(self, operation: Operation, /) -> bool:
+        """Move what can be moved now. Return whether the operation is done."""
+
     @property
     def sequence(self) -> int: ...
     def fast_path(
@@ -258,14 +269,15 @@ class ShmGroup:
         options: type,
         work: type,
         failed: Callable[[Operation, list[object]], object],
+        pending: Callable[[Operation, list[object], object, bool], object],
         seconds: Callable[[object], float],
         torch: tuple[object, ...],
         /,
     ) -> Any:
         """Return a callable for the method ``name`` of ``owner`` that runs most calls without Python code.
 
-        It returns ``work()``, or the result of ``failed``. ``torch``: see csrc/shm/python/fast_paths.h. After ``end()``
-        it forwards every call.
+        It returns ``work()``, or the result of ``failed`` or ``pending``. ``torch``: see
+        csrc/shm/python/fast_paths.h. After ``end()`` it forwards every call.
         """
 
     def message(
@@ -289,26 +301,11 @@ class Engine:
     """The progress thread of asynchronous operations."""
 
     def __init__(self, host: Host) -> None: ...
-    def start(
-        self,
-        group: ShmGroup,
-        collective: int,
-        dtype: int,
-        op: int,
-        root: int,
-        size: int,
-        ins: _Spans,
-        outs: _Spans,
-        seconds: float,
-        then: Callable[[], object],
-        /,
-    ) -> Operation:
-        """Start an operation; ``then`` is called from the progress thread when it is done."""
+    def submit_async(self, group: ShmGroup, operation: Operation, then: Callable[[], object], /) -> None:
+        """Let the thread move a submitted operation. ``then`` is called in another one when it is done."""
 
-    def submit_async(
-        self, group: ShmGroup, operation: Operation, seconds: float, then: Callable[[], object], /
-    ) -> None:
-        """Do the same for an operation that has started."""
+    def take_back(self, operation: Operation, /) -> bool:
+        """Do not call ``then`` of an operation. False if it was called, or will be."""
 
     def stop(self) -> None:
         """End the thread. Operations in progress stay as they are."""

@@ -12,6 +12,15 @@
 
 namespace monarch {
 
+namespace {
+
+// Longer than a small operation with a caller that waits, shorter than what a large one takes. The system adds about as
+// much to it.
+constexpr std::chrono::microseconds nap_time{50};
+constexpr int most_naps = 20;  // without an operation
+
+}  // namespace
+
 struct Callbacks::State {
   std::mutex mutex;
   std::condition_variable more;
@@ -60,23 +69,28 @@ Engine::Engine(std::shared_ptr<Host> host) : host_(std::move(host)) {}
 
 Engine::~Engine() { stop(); }
 
-void Engine::start(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
-  group->submit(operation);
-  submit_async(std::move(group), std::move(operation), std::move(then));
-}
-
 void Engine::submit_async(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
   const std::lock_guard lock(mutex_);
-  tasks_.push_back({std::move(group), std::move(operation), std::move(then)});
+  tasks_.push_back({std::move(group), std::move(operation), std::move(then), Clock::now()});
   if (!thread_.joinable() && !stop_) {
     thread_ = std::thread([this] {
       begin_native_thread("monarch_engine");
       run();
     });
   }
-  work_.notify_one();
+  if (asleep_) work_.notify_one();
   host_->doorbell().ring();  // the thread may sleep for another operation
   host_->local_doorbell().ring();
+}
+
+bool Engine::take_back(const Operation& operation) {
+  Task taken;  // its `then` may take the GIL: not under the lock
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(tasks_.begin(), tasks_.end(), [&](const Task& task) { return task.operation.get() == &operation; });
+  if (found == tasks_.end()) return false;
+  std::swap(taken, *found);
+  tasks_.erase(found);
+  return true;
 }
 
 void Engine::stop() {
@@ -123,14 +137,28 @@ void Engine::call_back() {
   }
 }
 
+// Wait until there is an operation to move that is older than a nap. False if the engine stops.
+bool Engine::nap(std::unique_lock<std::mutex>& lock) {
+  for (int naps = 0; !stop_; naps = tasks_.empty() ? naps + 1 : 0) {
+    const auto now = Clock::now();
+    if (std::any_of(tasks_.begin(), tasks_.end(), [&](const Task& task) { return now - task.since >= nap_time; })) return true;
+    if (naps > most_naps) {
+      asleep_ = true;
+      work_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
+      asleep_ = false;
+    }
+    work_.wait_for(lock, nap_time, [this] { return stop_; });
+  }
+  return false;
+}
+
 void Engine::run() {
   for (;;) {
     Clock::time_point deadline = Clock::time_point::max();
     bool idle = true;
     {
       std::unique_lock lock(mutex_);
-      work_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
-      if (stop_) return;
+      if (!nap(lock)) return;
       for (const Task& task : tasks_) {
         deadline = std::min(deadline, task.operation->deadline);
         idle &= task.operation->waiters.load(std::memory_order_relaxed) != 0;

@@ -1,5 +1,9 @@
 // The progress thread: moves asynchronous operations of all groups of the process while their callers do other
-// things. One thread per process, started with the first asynchronous operation, asleep while there is none.
+// things. One thread per process, started with the first asynchronous operation.
+//
+// It naps before it moves a new operation. A caller that waits soon moves the operation itself, which needs no switch of
+// threads. While operations come, the naps follow each other and no caller has to wake the thread. After some naps
+// without an operation it sleeps.
 #pragma once
 
 #include <condition_variable>
@@ -33,11 +37,11 @@ class Engine {
   explicit Engine(std::shared_ptr<Host> host);
   ~Engine();
 
-  // Submits the operation and drives it to its end. `then` is called once it is done, from a thread of its
-  // own and without locks; an operation has at most one.
-  void start(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then);
-  // The same for an operation that has been submitted.
+  // Drives an operation that its group has to its end. `then` is called once it is done, from a thread of its own and
+  // without locks; an operation has at most one.
   void submit_async(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then);
+  // Forget an operation whose end the caller handles: `then` is not called. False if it was called, or will be.
+  bool take_back(const Operation& operation);
   void stop();
 
  private:
@@ -45,8 +49,10 @@ class Engine {
     std::shared_ptr<Group> group;
     std::shared_ptr<Operation> operation;
     std::function<void()> then;
+    Clock::time_point since;
   };
   void run();
+  bool nap(std::unique_lock<std::mutex>& lock);
   bool look(bool idle, bool before_sleep);
   void call_back();
 
@@ -56,6 +62,7 @@ class Engine {
   std::mutex mutex_;
   std::condition_variable work_;
   std::vector<Task> tasks_;
+  bool asleep_ = false;  // not in a nap
   bool stop_ = false;
   std::thread thread_;
 };

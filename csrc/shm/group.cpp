@@ -199,6 +199,12 @@ bool Group::spin(const Operation& operation) {
   return false;
 }
 
+// By what all ranks agree on. An all_to_all has other sizes on each rank.
+bool Group::is_small(const Operation& operation) const {
+  const Header& header = operation.header;
+  return header.collective != Collective::all_to_all && whole_lines(header.bytes) * static_cast<std::uint64_t>(size_) <= slot_bytes;
+}
+
 void Group::finish_by(Operation& operation, Clock::time_point deadline) {
   operation.deadline = deadline;
   wait(operation);

@@ -81,6 +81,8 @@ class Group {
   void wait_briefly(Operation& operation, Clock::duration limit);
   // A few microseconds at most; true if the operation is done.
   bool spin(const Operation& operation);
+  // Whether the other ranks need nothing more of this rank once it has entered the operation.
+  bool is_small(const Operation& operation) const;
   // Gives an operation of this thread its deadline, and waits.
   void finish_by(Operation& operation, Clock::time_point deadline);
   // Fails the group if the operation is its next and late.

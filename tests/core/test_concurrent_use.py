@@ -201,7 +201,15 @@ def test_engine_runs_each_callback_once() -> None:
                 called.append((thread, i))
                 everything.release()
 
-            engines[rank].start(groups[rank], ALL_REDUCE, U8, SUM, -1, 32, span, span, TIMEOUT_S, then)
+            operation, _ = groups[rank].begin(ALL_REDUCE, U8, SUM, -1, 32, span, span)
+            operation.set_time(TIMEOUT_S)
+            if i % 4:
+                engines[rank].submit_async(groups[rank], operation, then)
+                continue
+            assert groups[rank].wait(operation, TIMEOUT_S)
+            engines[rank].submit_async(groups[rank], operation, then)
+            if engines[rank].take_back(operation):
+                then()
 
     at_once(start, each=2 * each)
     for _ in range(2 * each * count):
@@ -251,7 +259,7 @@ def test_works_of_a_fast_path_have_one_user() -> None:
     watches, profiler = [lambda: False], {"_is_profiler_enabled": False}
     torch: tuple[object, ...] = FakeTensor, FakeTensor, "strided", "sum", {}, {"uint8": U8}, watches, profiler
     method = ALL_REDUCE, IN_PLACE, owner, "all_reduce", FakeOptions
-    path = group.fast_path(*method, FakeWork, lambda *_: "failed", lambda _: TIMEOUT_S, torch)
+    path = group.fast_path(*method, FakeWork, lambda *_: "failed", lambda *_: "pending", lambda _: TIMEOUT_S, torch)
     options, calls = FakeOptions(), 2000
 
     def call(_: int) -> int:

@@ -67,14 +67,6 @@ std::shared_ptr<Operation> make_message(bool send, int dtype, int other, int tag
   return operation;
 }
 
-// A reference that may end on any thread.
-std::shared_ptr<void> shared_reference(py::object object) {
-  return {object.release().ptr(), [](void* pointer) {
-            const py::gil_scoped_acquire acquire;
-            Py_DECREF(static_cast<PyObject*>(pointer));
-          }};
-}
-
 // The owner's reference may end on another thread at the same time, and outside of the lock.
 void forget(Operation& operation) {
   static GilMutex forgetting;
@@ -156,6 +148,7 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("done", &is_done)
       .def_property_readonly("source", [](const Operation& op) { return is_done(op) ? op.source : -1; })
       .def_property_readonly("failure", &failure_of)
+      .def("set_time", [](Operation& op, double seconds) { op.deadline = after(seconds); })
       .def("forget", &forget);
 
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "A group of ranks on this host.")
@@ -169,11 +162,24 @@ void bind_shared_memory(py::module_& m) {
            })
       .def("fast_path",
            [](std::shared_ptr<Group> group, int collective, int form, py::object owner, std::string name, py::object options,
-              py::object work, py::object failed, py::object seconds, const py::tuple& torch) {
+              py::object work, py::object failed, py::object pending, py::object seconds, const py::tuple& torch) {
              const TorchNames names{torch[0], torch[1], torch[2], torch[3], torch[4], torch[5], torch[6], torch[7]};
              return make_fast_path({std::move(group), static_cast<Collective>(collective), static_cast<Form>(form), std::move(owner),
-                                   std::move(name), std::move(options), std::move(work), std::move(failed), std::move(seconds), names});
+                                   std::move(name), std::move(options), std::move(work), std::move(failed), std::move(pending), std::move(seconds), names});
            })
+      .def("begin",
+           [](Group& group, int collective, int dtype, int op, int root, std::uint64_t bytes, const Addresses& in,
+              const Addresses& out) {
+             auto operation = make_operation(collective, dtype, op, root, bytes, spans(in), spans(out));
+             const bool is_small = begin(group, operation);
+             return py::make_tuple(std::move(operation), is_small);
+           })
+      .def("poll",
+           [](Group& group, const Operation& operation) {
+             group.advance();
+             return is_done(operation);
+           },
+           Release())
       .def_property_readonly("sequence", &Group::sequence)
       .def("message",
            [](Group& group, bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes, py::object owner) {
@@ -203,19 +209,9 @@ void bind_shared_memory(py::module_& m) {
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine", "The progress thread of asynchronous operations.")
       .def(py::init<std::shared_ptr<Host>>())
-      .def("start",
-           [](Engine& engine, std::shared_ptr<Group> group, int collective, int dtype, int op, int root,
-              std::uint64_t bytes, const Addresses& in, const Addresses& out, double seconds, std::function<void()> then) {
-             auto operation = make_operation(collective, dtype, op, root, bytes, spans(in), spans(out));
-             operation->deadline = after(seconds);
-             const py::gil_scoped_release release;
-             engine.start(std::move(group), operation, reporting(std::move(then)));
-             return operation;
-           })
+      .def("take_back", &Engine::take_back)
       .def("submit_async",
-           [](Engine& engine, std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, double seconds,
-              std::function<void()> then) {
-             operation->deadline = after(seconds);
+           [](Engine& engine, std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
              const py::gil_scoped_release release;
              engine.submit_async(std::move(group), std::move(operation), reporting(std::move(then)));
            })

@@ -101,12 +101,14 @@ class Caller {
     if (count != counts.at(static_cast<std::size_t>(its_.form))) return std::nullopt;
     PyObject* const opts = args[count - 1];
     if (reinterpret_cast<PyObject*>(Py_TYPE(opts)) != its_.options.ptr()) return std::nullopt;
-    if (get(opts, names().async_op).ptr() != Py_False || watched()) return std::nullopt;
+    PyObject* const is_async = get(opts, names().async_op).ptr();  // True and False are never freed
+    if ((is_async != Py_False && is_async != Py_True) || watched()) return std::nullopt;
     Tensors tensors;
     const auto operation = std::make_shared<Operation>();
     const bool same = its_.form == Form::nothing ? on_cpu(opts) : read(args, *operation, tensors);
     if (!same || !describe(opts, *operation)) return std::nullopt;
     const py::object options = py::reinterpret_borrow<py::object>(opts);
+    if (is_async == Py_True) return start(operation, tensors, options);
     const auto failed = run_to_end(*its_.group, operation, its_.seconds, options);
     return failed ? its_.failed(failed, tensors.shown()) : work(tensors, *operation);
   }
@@ -115,12 +117,22 @@ class Caller {
   struct Tensors {
     std::vector<py::object> all, outputs;
 
-    py::list shown() const {
-      py::list list(outputs.size());
-      for (std::size_t i = 0; i < outputs.size(); ++i) list[i] = outputs[i];
+    static py::list list_of(const std::vector<py::object>& objects) {
+      py::list list(objects.size());
+      for (std::size_t i = 0; i < objects.size(); ++i) list[i] = objects[i];
       return list;
     }
+    py::list shown() const { return list_of(outputs); }
   };
+
+  py::object start(const std::shared_ptr<Operation>& operation, const Tensors& tensors, const py::object& options) {
+    const bool is_small = begin(*its_.group, operation);
+    if (!operation->done.load(std::memory_order_acquire)) {
+      operation->keep = shared_reference(py::make_tuple(Tensors::list_of(tensors.all), tensors.shown()));
+      return its_.pending(operation, tensors.shown(), options, is_small);
+    }
+    return operation->failure ? its_.failed(operation, tensors.shown()) : work(tensors, *operation);
+  }
 
   // Making a work costs as much as the operation. So works of small tensors are kept and used again, without their
   // earlier state, once no other reference exists.
@@ -365,6 +377,21 @@ PyTypeObject* make_callable_type() {
 Clock::time_point after(double seconds) {
   constexpr double year = 3e7;
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, year)));
+}
+
+bool begin(Group& group, const std::shared_ptr<Operation>& operation) {
+  const bool is_small = group.is_small(*operation);
+  const py::gil_scoped_release release;
+  group.submit(operation);
+  if (is_small) group.spin(*operation);
+  return is_small;
+}
+
+std::shared_ptr<void> shared_reference(py::object object) {
+  return {object.release().ptr(), [](void* pointer) {
+            const py::gil_scoped_acquire acquire;
+            Py_DECREF(static_cast<PyObject*>(pointer));
+          }};
 }
 
 std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> operation, const py::object& seconds,

@@ -1,5 +1,5 @@
-// Fast path of nearly every call: a synchronous collective of one plain tensor, from Python's arguments to the core
-// without interpreted code. Interpreted code costs more than all the rest of a small operation.
+// Fast path of nearly every call: a collective of one plain tensor, from Python's arguments to the core without
+// interpreted code. Interpreted code costs more than all the rest of a small operation.
 //
 // A fast path is a callable that replaces a method in a process group's instance. It forwards calls that it does not
 // recognise to the method, unchanged: all calls keep their meaning.
@@ -44,6 +44,7 @@ struct FastPath {
   pybind11::object options;
   pybind11::object work;     // a class: work() is the work of an operation that has ended well, with its `_outputs` to be set
   pybind11::object failed;   // failed(operation, outputs): the work of one that has not
+  pybind11::object pending;  // pending(operation, outputs, options, is_small): the work of an asynchronous one that is not done
   pybind11::object seconds;  // seconds(options): the time limit
   TorchNames torch;
 };
@@ -57,6 +58,13 @@ void set_up_fast_paths();
 // after the operation has ended, because the other ranks may be reading the data.
 std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> operation, const pybind11::object& seconds,
                                       const pybind11::object& options);
+
+// Submit an asynchronous operation. A small one is tried for some microseconds: it is done at once if the other ranks have
+// called it, too. Return whether it is small: then the other ranks need nothing more of this one. Call with the GIL.
+bool begin(Group& group, const std::shared_ptr<Operation>& operation);
+
+// A reference that may end on any thread.
+std::shared_ptr<void> shared_reference(pybind11::object object);
 
 Clock::time_point after(double seconds);
 

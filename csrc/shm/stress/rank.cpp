@@ -87,6 +87,7 @@ void RankDriver::open(const std::vector<GroupSpec>& specs, int barrier) {
   for (std::size_t g = 0; g < specs.size(); ++g) {
     const int rank = specs[g].rank_of(rank_), size = static_cast<int>(specs[g].ranks.size());
     groups_.push_back(nullptr);
+    deferred_.push_back(nullptr);
     if (rank < 0) continue;
     std::vector<std::shared_ptr<Peer>> peers;
     for (const int r : specs[g].ranks) {
@@ -105,9 +106,10 @@ void RankDriver::close() {
     if (group) group->close();
   }
   groups_.clear();
+  deferred_.clear();
 }
 
-std::shared_ptr<Pending> RankDriver::start(const Step& step, double seconds, bool asynchronous) {
+std::shared_ptr<Pending> RankDriver::start(const Step& step, double seconds, bool asynchronous, bool may_defer) {
   Group& group = *groups_[static_cast<std::size_t>(step.group)];
   Step called = step;
   if (step.mismatched_rank == group.rank()) {
@@ -116,14 +118,28 @@ std::shared_ptr<Pending> RankDriver::start(const Step& step, double seconds, boo
   }
   called.mismatched_rank = step.mismatched_rank;
   auto pending = std::make_shared<Pending>(called, group.rank(), group.size(), seconds, pool_);
+  auto& deferred = deferred_[static_cast<std::size_t>(step.group)];
   if (asynchronous) {
-    const auto then = [completion = pending->completion] { completion->call(); };
-    engine_->start(groups_[static_cast<std::size_t>(step.group)], pending->operation, then);
+    group.submit(pending->operation);
+    may_defer = may_defer && !step.is_message() && group.is_small(*pending->operation);
+    if (may_defer) group.spin(*pending->operation);
+    if (deferred && !deferred->operation->done.load(std::memory_order_acquire)) {
+      if (!deferred->has_engine) hand_over(*deferred);
+      may_defer = false;
+    }
+    deferred = may_defer ? pending : nullptr;
+    if (!may_defer) hand_over(*pending);
   } else {
     group.submit(pending->operation);
     group.wait(*pending->operation);
   }
   return pending;
+}
+
+void RankDriver::hand_over(Pending& pending) {
+  pending.has_engine = true;
+  const auto then = [completion = pending.completion] { completion->call(); };
+  engine_->submit_async(groups_[static_cast<std::size_t>(pending.step.group)], pending.operation, then);
 }
 
 // By any of the means that Python has: wait(), wait() for a time, or the callback alone.
@@ -132,11 +148,13 @@ void RankDriver::wait(Pending& pending, Random& random) {
   Operation& op = *pending.operation;
   const int means = below(random, 4);
   if (means == 0) {
+    if (!pending.has_engine) hand_over(pending);
     pending.completion->await();
   } else if (means == 1) {
     while (!op.done.load(std::memory_order_acquire)) group.wait(op, in_seconds(0.0005));
   } else {
     group.wait(op);
+    if (means == 2 && engine_->take_back(op)) pending.completion->call();  // which counts the calls
   }
 }
 
@@ -202,7 +220,7 @@ void RankDriver::run_steps(int caller, const std::vector<Step>& steps) {
   for (const Step* next : mine) {
     const Step& step = *next;
     fixture_.note(rank_, caller, "seed " + std::to_string(seed_) + ": " + step.text());
-    auto pending = start(step, operation_timeout_s, step.asynchronous);
+    auto pending = start(step, operation_timeout_s, step.asynchronous, below(random, 2) == 0);
     if (step.asynchronous) under_way.push_back(std::move(pending));
     else expect_right(*pending);
     while (under_way.size() > 8 || (!under_way.empty() && below(random, 4) == 0)) {

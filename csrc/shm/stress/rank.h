@@ -47,6 +47,7 @@ struct Pending {
   Buffers buffers;
   std::shared_ptr<Operation> operation;
   std::shared_ptr<Completion> completion;
+  bool has_engine = false;  // which calls `completion`
 };
 
 // How a rank is set up.
@@ -69,7 +70,7 @@ class RankDriver {
   // Run `steps` of the groups of one caller. Thread-safe between callers.
   void run_steps(int caller, const std::vector<Step>& steps);
 
-  std::shared_ptr<Pending> start(const Step& step, double seconds, bool asynchronous);
+  std::shared_ptr<Pending> start(const Step& step, double seconds, bool asynchronous, bool may_defer = false);
   void wait(Pending& pending, Random& random);
   // Dies unless the operation succeeded, or failed as it should.
   void expect_right(const Pending& pending) const;
@@ -88,7 +89,12 @@ class RankDriver {
   std::uint64_t read_from_;
   std::shared_ptr<Host> host_;
   std::shared_ptr<ArenaPool> pool_;
+  void hand_over(Pending& pending);
+
   std::unique_ptr<Engine> engine_;
+  // By group: a small asynchronous operation that no thread moves until the next one of the group is called, or it is
+  // waited for. The Python code does the same.
+  std::vector<std::shared_ptr<Pending>> deferred_;
   std::vector<std::shared_ptr<Group>> groups_;
 };
 

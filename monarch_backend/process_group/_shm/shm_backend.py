@@ -164,6 +164,7 @@ class ShmWork(dist.Work):
         if "get_future" not in sys._getframe(1).f_code.co_names:
             self.wait()
             return _c10d_internals.future_of_tensors(self._outputs)
+        self._watch()
         with self._lock:
             if self._future is None:
                 # Not set_exception, because C++ takes its result for a value. An error raised by `then` arrives as an
@@ -173,6 +174,9 @@ class ShmWork(dist.Work):
         if self.is_completed():
             self._settle()
         return self._future
+
+    def _watch(self) -> None:
+        """Make sure that `ended` is called, although no thread waits."""
 
     def ended(self) -> None:
         """Complete the future.
@@ -188,6 +192,49 @@ class ShmWork(dist.Work):
             if settled or self._future is None:
                 return
         self._done.set_result(None)  # not under the lock, because it runs the caller's callbacks
+
+
+@_c10d_internals.hide_from_dynamo
+class AsyncWork(ShmWork):
+    """Asynchronous operation of the core. A caller that waits moves it, otherwise the progress thread.
+
+    The progress thread gets it from `hand_over`. The wait takes it back, so that its end needs no other thread.
+    """
+
+    _engine: Any = None  # while the progress thread has it
+
+    def __init__(
+        self, group: SharedMemory, operation: Any, outputs: list[Tensor], finish: Callable[[], object] | None = None
+    ) -> None:
+        super().__init__(group, outputs, finish)
+        self._lock, self._operation = threading.RLock(), operation
+
+    def hand_over(self) -> None:
+        with self._lock:
+            if self._engine is None and not self._operation.done:
+                self._engine = self._group._engine()
+                self._engine.submit_async(self._group.native, self._operation, self.ended)
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+        try:
+            return super().wait(timeout)
+        finally:
+            engine = self._engine
+            if engine is not None and self._operation.done and engine.take_back(self._operation):
+                self._settle()
+
+    def is_completed(self) -> bool:
+        if not self._operation.done and not self._group.native.poll(self._operation):
+            return False
+        self._end()
+        return True
+
+    def _watch(self) -> None:
+        self.hand_over()
+
+    def _end(self) -> None:
+        super()._end()
+        self._operation.forget()
 
 
 class _Done(ShmWork):
@@ -260,6 +307,9 @@ class SharedMemory:
         self.native, self._engine, self._members = native, engine, members
         self._rank, self._size = rank, len(members)
         self._timeout = timeout
+        # A small operation that is not done needs only this rank, so no thread moves it until the next one is called.
+        self._deferred: AsyncWork | None = None
+        self._deferring = threading.Lock()
         self.closed_why = ""  # set before it is closed
         self.failed = False  # a rank ended or was late
 
@@ -291,16 +341,44 @@ class SharedMemory:
         """
         code = _DTYPES.get(piece.dtype, _BYTES)
         call = collective, code, op, root, piece.nbytes, _spans(ins), _spans(outs)
-        work = ShmWork(self, outputs, finish)
         if getattr(opts, "asyncOp", True):
-            work._lock, work._keep = threading.RLock(), (ins, outs)
-            work._operation = self._engine().start(self.native, *call, self._seconds(opts), work.ended)
-            return work
+            operation, is_small = self.native.begin(*call)
+            return self._pending(operation, outputs, opts, is_small, finish, (ins, outs))
         operation = self.native.run(*call, self._seconds, opts)
         if operation is not None:
             return self._failed(operation, outputs)
+        work = ShmWork(self, outputs, finish)
         if finish is not None:
             work._end()
+        return work
+
+    def _pending(
+        self,
+        operation: Any,
+        outputs: list[Tensor],
+        opts: Any,
+        is_small: bool,
+        finish: Callable[[], object] | None = None,
+        keep: object = None,
+    ) -> AsyncWork:
+        """Return the work of an asynchronous operation that was submitted. ``keep``: the owners of its memory."""
+        work = AsyncWork(self, operation, outputs, finish)
+        if operation.done:
+            work._end()
+            return work
+        work._keep = keep
+        operation.set_time(self._seconds(opts))
+        with self._deferring:
+            before = self._deferred
+            if before is not None and before._operation.done:
+                before = None
+            # An operation that has to wait for the one before enters only then.
+            self._deferred = work if is_small and before is None else None
+            is_deferred = self._deferred is work
+        if before is not None:
+            before.hand_over()
+        if not is_deferred:
+            work.hand_over()
         return work
 
     def _seconds(self, opts: Any) -> float:
@@ -323,7 +401,16 @@ class SharedMemory:
                 continue  # C++ calls of these names would reach the fast path again
             form, names = _FAST_PATH_FORMS.index(spec.form), reduces if spec.reduces else moves
             found[name] = self.native.fast_path(
-                spec.operation, form, owner, name, spec.options, _Done, self._failed, self._seconds, names
+                spec.operation,
+                form,
+                owner,
+                name,
+                spec.options,
+                _Done,
+                self._failed,
+                self._pending,
+                self._seconds,
+                names,
             )
         return found
 
@@ -447,16 +534,16 @@ class SharedMemory:
         # If the caller waits at once, this thread moves the message itself.
         waits = _c10d_internals.is_waited_for(sys._getframe(3))
         operation = self.native.message(sends, _DTYPES.get(x.dtype, _BYTES), rank, tag, x.data_ptr(), x.nbytes, x)
+        if waits and not operation.done:
+            self.native.finish(operation, self._timeout().total_seconds())
+        if not operation.done:
+            pending = AsyncWork(self, operation, tensors)
+            operation.set_time(self._timeout().total_seconds())
+            pending.hand_over()
+            return pending
+        operation.forget()
         work = ShmWork(self, tensors)
         work._operation = operation
-        if not operation.done:
-            seconds = self._timeout().total_seconds()
-            if waits:
-                self.native.finish(operation, seconds)
-            else:
-                work._lock, work._keep = threading.RLock(), tensors
-                self._engine().submit_async(self.native, operation, seconds, work.ended)
-        operation.forget()  # it is done, or the engine has the work, which keeps the tensor
         return work
 
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
@@ -475,6 +562,7 @@ class SharedMemory:
     def close(self) -> None:
         """Close the group: operations in progress fail with GroupClosedError."""
         self.native.close()
+        self._deferred = None
 
 
 def call_by_operator(inner: Any, opts: Any, name: str, args: tuple[Any, ...]) -> Any:

@@ -41,6 +41,7 @@ MAKES_NONE = {
     "monarch_backend.dtensor._per_rank.shard_origins",  # looks up which operators have a strategy
     "monarch_backend.dtensor._torch_internals.own_handlers",  # takes a handler out while torch runs its own code
     "monarch_backend.dtensor._patches.registrations",
+    "monarch_backend.process_group._backend_names",  # changes the name in torch's entry for a group of ours
 }
 
 

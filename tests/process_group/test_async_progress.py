@@ -1,0 +1,134 @@
+"""Asynchronous operations on shared memory: a caller that waits moves them, and without one they end all the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from monarch_backend.process_group._shm import shm_backend
+from tests.process_group.test_fast_paths import _functions_of
+from tests.support.ranks import run_ranks
+
+SMALL, LARGE = 4, 1 << 18
+"""Elements of float32: a small tensor is copied when the operation is called, a large one goes in pieces."""
+
+PATIENCE = timedelta(seconds=60)
+
+
+def _store() -> Any:
+    return dist.group.WORLD.get_group_store()
+
+
+def _passive_rank(rank: int, sizes: list[int]) -> list[list[float]]:
+    """Rank 0 calls operations, then only waits for the other rank, which waits for each operation at once."""
+    tensors = [torch.full((size,), rank + 1.0) for size in sizes]
+    if rank == 0:
+        works = [dist.all_reduce(x, async_op=True) for x in tensors]
+        _store().wait(["the other rank is done"], PATIENCE)
+    else:
+        works = [dist.all_reduce(x, async_op=True) for x in tensors[:1]]
+        works[0].wait()
+        for x in tensors[1:]:
+            dist.all_reduce(x, async_op=True).wait()
+        _store().set("the other rank is done", "1")
+    for work in works:
+        work.wait()
+    return [[x.min().item(), x.max().item()] for x in tensors]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[SMALL], [SMALL] * 2, [SMALL] * 9, [LARGE], [LARGE, SMALL], [SMALL, LARGE, SMALL, LARGE]],
+    ids=lambda sizes: "+".join("small" if size == SMALL else "large" for size in sizes),
+)
+def test_a_rank_that_does_not_wait_keeps_no_other_rank_waiting(sizes: list[int]) -> None:
+    assert run_ranks(_passive_rank, 2, sizes) == [[[3.0, 3.0]] * len(sizes)] * 2
+
+
+def _late_peer(rank: int, ask: str) -> Any:
+    """Rank 1 comes late, so the operation of rank 0 is not done at once. Rank 0 asks for its end without wait()."""
+    x = torch.full((SMALL,), rank + 1.0)
+    if rank == 1:
+        _store().wait(["called"], PATIENCE)
+        dist.all_reduce(x)
+        return x.tolist()
+    work = dist.all_reduce(x, async_op=True)
+    assert isinstance(work, shm_backend.AsyncWork) and not work.is_completed()
+    ends: list[Any] = []
+    if ask == "future":
+        future = work.get_future().then(lambda done: ends.append(done.value()))
+        _store().set("called", "1")
+        future.wait()
+        assert ends[0][0] is x or ends[0][0][0] is x
+    else:
+        _store().set("called", "1")
+        while not work.is_completed():
+            pass
+    work.wait()
+    return x.tolist()
+
+
+@pytest.mark.parametrize("ask", ["future", "is_completed"])
+def test_an_operation_ends_for_a_caller_that_asks_in_another_way(ask: str) -> None:
+    assert run_ranks(_late_peer, 2, ask) == [[3.0] * SMALL] * 2
+
+
+def _dropped(rank: int, size: int) -> list[bool]:
+    """Drop the works and tensors of pending operations. They live until the operation ends, and no longer."""
+    kept, results = [], []
+    if rank == 0:
+        _store().wait(["called"], PATIENCE)
+    for number in range(3):
+        x = torch.full((size,), float(number))
+        kept.append(weakref.ref(x))
+        dist.all_reduce(x, async_op=True)
+        del x
+    if rank == 1:
+        gc.collect()
+        results.append(all(each() is not None for each in kept))
+        _store().set("called", "1")
+    for _ in range(2):  # the last small operation is kept until the next one
+        y = torch.ones(size)
+        dist.all_reduce(y, async_op=True).wait()
+        dist.barrier()
+    gc.collect()
+    return [*results, y.tolist()[:1] == [2.0]]
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+def test_memory_of_pending_operations_lives_until_their_end(size: int) -> None:
+    assert run_ranks(_dropped, 2, size) == [[True], [True, True]]
+
+
+def _calls(rank: int) -> dict[str, Callable[[], Any]]:
+    x, two = torch.full((2,), rank + 1.0), torch.arange(4.0) + rank
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, async_op=True),
+        "broadcast": lambda: dist.broadcast(x, 1, async_op=True),
+        "all_gather_single": lambda: gather(torch.empty(4), x, async_op=True),
+        "reduce_scatter_single": lambda: scatter(torch.empty(2), two, async_op=True),
+        "barrier": lambda: dist.barrier(async_op=True),
+    }
+
+
+def _interpreted(rank: int) -> dict[str, list[str]]:
+    ran = {}
+    for name, call in _calls(rank).items():
+        call().wait()
+        ran[name] = min((_functions_of(lambda call=call: call().wait()) for _ in range(50)), key=len)
+    return ran
+
+
+def test_small_asynchronous_calls_run_no_python_function_except_wait() -> None:
+    for ran in run_ranks(_interpreted, 2):
+        assert ran == {name: ["wait"] for name in ran}
+        assert len(ran) == 5
