@@ -18,6 +18,7 @@ import pytest
 
 from monarch_backend import _native
 from tools.wheels import build, check, index, table
+from tools.wheels.foreign import ForeignTorch
 from tools.wheels.headers import adapted_pyconfig
 from tools.wheels.targets import PLATFORMS, PYTHONS, Target, all_targets
 
@@ -269,6 +270,21 @@ def test_a_failed_smoke_test_is_in_the_short_table(tmp_path: Path) -> None:
 )
 def test_the_first_error_of_a_build_is_one_line(output: str, line: str) -> None:
     assert build.first_error(output) == line
+
+
+def test_requirements_of_torch_are_those_of_the_target(tmp_path: Path) -> None:
+    folder = tmp_path / "lib" / "python3.15" / "site-packages" / "torch-2.15.0.dist-info"
+    folder.mkdir(parents=True)
+    lines = ["Metadata-Version: 2.1", "Name: torch", "Version: 2.15.0"]
+    lines += ["Requires-Dist: filelock", 'Requires-Dist: triton==3.8; python_version < "3.15"']
+    lines += [
+        'Requires-Dist: newer>=2; python_version >= "3.15"',
+        'Requires-Dist: mkl==1; platform_machine == "x86_64"',
+    ]
+    lines += ['Requires-Dist: arm==1; platform_machine == "aarch64"', 'Requires-Dist: optree; extra == "optree"']
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    found = ForeignTorch(Target("3.15", AARCH64), tmp_path, "2.15.0").required_by_torch()
+    assert found == ["filelock", "newer>=2", "arm==1"]
 
 
 def test_pages_have_a_place_for_their_tables() -> None:

@@ -54,9 +54,7 @@ class PeerEnvironment(Environment):
             say(f"{self.folder} was built from another recipe; starting over")
             shutil.rmtree(self.folder)
         self.create()
-        say(f"torch {self.version}")
-        self.pip("--no-deps", f"torch=={self.version}")
-        self.torch_requirements()
+        self.install_torch()
         say(" ".join(self.requirements))
         # A constraint and no requirement: pip would bring the CUDA libraries that a CUDA build of torch lists.
         self.pip("-c", str(ROOT / "constraints.txt"), "numpy>=1.26", *self.requirements)

@@ -69,6 +69,8 @@ def say(text: str) -> None:
 class Environment:
     """One virtual environment below `folder`."""
 
+    c_compiler: Sequence[str] = ("cc",)
+
     def __init__(
         self, folder: Path, version: str, *, xla: bool = False, lowest: bool = False, with_project: bool = True
     ) -> None:
@@ -96,9 +98,7 @@ class Environment:
         if not self.python.exists():
             say(f"virtual environment {self.folder}")
             venv.create(self.folder, with_pip=True)
-        say(f"torch {self.version}")
-        self.pip("--no-deps", f"torch=={self.version}")
-        self.torch_requirements()
+        self.install_torch()
         say("tools" + (f" and torch_xla {self.version}" if self.xla else ""))
         self.pip(*TOOLS, *self.pins, *([f"torch_xla=={self.version}"] if self.xla else []))
         if self.with_project:
@@ -112,20 +112,27 @@ class Environment:
         command = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
         call(command, f"pip install {' '.join(a for a in arguments if not a.startswith('--'))}")
 
-    def torch_requirements(self) -> None:
-        """What torch requires: all of it for a CPU build, the light part and stand-ins for a CUDA build."""
-        required = json.loads(call([self.python, "-c", WHAT_TORCH_REQUIRES], "reading torch's requirements"))
+    def install_torch(self) -> None:
+        """Install torch and what it requires: all of it for a CPU build, else the light part and stand-ins."""
+        say(f"torch {self.version}")
+        self.pip("--no-deps", f"torch=={self.version}")
+        required = self.required_by_torch()
         heavy = [r for r in required if re.match(r"nvidia-|cuda-|triton", r)]
-        self.pip(*[r for r in required if r not in heavy])
-        if not heavy:
-            return
+        light = [r for r in required if r not in heavy]
         for requirement in heavy:
             name, _, version = requirement.partition("==")
             if name.startswith("cuda-toolkit["):
-                self.pip(f"cuda-toolkit[cudart,cupti]=={version}")
+                light.append(f"cuda-toolkit[cudart,cupti]=={version}")
             elif re.match(r"nvidia-cuda-(runtime|cupti)", name):
-                self.pip("--no-deps", requirement)
-        self.stand_ins()
+                light.append(requirement)
+        self.pip(*light)
+        if heavy:
+            self.stand_ins()
+
+    def required_by_torch(self) -> list[str]:
+        """Return the requirements of the installed torch on this Python and system, without their markers."""
+        found: list[str] = json.loads(call([self.python, "-c", WHAT_TORCH_REQUIRES], "reading torch's requirements"))
+        return found
 
     def packages(self) -> Path:
         """The environment's site-packages."""
@@ -150,7 +157,7 @@ class Environment:
         source.write_text("#include <stdio.h>\n#include <stdlib.h>\n" + "".join(f"void {n}{body}\n" for n in names))
         for name in missing:
             flags = ["-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{name}"]
-            call(["cc", *flags, "-o", libraries / name, source], f"compiling a stand-in for {name}")
+            call([*self.c_compiler, *flags, "-o", libraries / name, source], f"compiling a stand-in for {name}")
             if name == missing[0]:  # one library with the functions is enough for all of them
                 source.write_text("")
         source.unlink()

@@ -2,7 +2,7 @@
 
     python -m tools.wheels.smoke dist --here
     python -m tools.wheels.smoke dist --python 3.12 --torch 2.13.0
-    python -m tools.wheels.smoke dist --python 3.14 --root build/root-arm64 --platform linux-aarch64
+    python -m tools.wheels.smoke dist --python 3.14 --root build/root-arm64 --platform linux-aarch64 --torch 2.13.0
 
 `--here` is this Python with the torch that it has. Without torch only the parts of the core that need none are tested.
 `--root` is the folder of another Linux, as `mmdebstrap` makes it; its programs run with this folder as their root.
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tools.wheels.build import ROOT, WORK, first_error
 from tools.wheels.commands import run, status_and_output
+from tools.wheels.foreign import ForeignTorch, foreign_pip
 from tools.wheels.index import metadata, served, write_index
 from tools.wheels.table import Results
 from tools.wheels.targets import PLATFORMS, PYTHONS, Target
@@ -38,17 +39,44 @@ set -e
 for name in proc dev sys; do mkdir -p "$0/$name"; mount --rbind "/$name" "$0/$name"; done
 touch "$0/etc/hosts"
 mount --bind /etc/hosts "$0/etc/hosts"
+if [ -n "$EMULATED_CPUINFO" ]; then
+  mount --bind "$EMULATED_CPUINFO" "$0/proc/cpuinfo"
+  ulimit -v 67108864
+fi
 exec chroot "$0" "$@"
 """
-"""The mounts are in a namespace of this process and end with it. torchrun needs the names in /etc/hosts."""
+"""The mounts are in a namespace of this process and end with it. torchrun needs the names in /etc/hosts.
+
+QEMU 7.2 allocates memory for each page that a program reserves. The 16 TiB of a controller, which cost nothing on a
+processor, would fill the machine. A controller reserves none below a limit of 16 TiB on addresses; 64 GiB are enough.
+"""
+
+CPUINFO = {
+    "aarch64": """processor\t: {}
+Features\t: fp asimd crc32 atomics
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x0
+CPU part\t: 0xd08
+CPU revision\t: 3
+
+"""
+}
+"""One processor of an emulated machine (Cortex-A72), for QEMU before 8.1: there /proc/cpuinfo is that of the host.
+`import torch` reads it with pytorch/cpuinfo, which then ends with a segmentation fault."""
 
 
 class Machine:
     """This machine, or another Linux in a folder. Paths of an environment are the same inside and outside."""
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(self, root: Path | None, processor: str) -> None:
         self.root = root.absolute() if root else None  # pip runs in another folder
         self.work = Path(tempfile.mkdtemp(prefix="wheel-", dir=self.root / "tmp" if self.root else None))
+        self.cpuinfo = ""
+        if processor != platform.machine():
+            cpuinfo = self.work / "cpuinfo"
+            cpuinfo.write_text("".join(CPUINFO[processor].format(i) for i in range(os.cpu_count() or 1)))
+            self.cpuinfo = str(cpuinfo)
 
     def path(self, name: str) -> str:
         """The path of a file in the folder of this test, as programs there see it."""
@@ -61,7 +89,7 @@ class Machine:
         if self.root:
             words = ["unshare", "--mount", "sh", "-c", ENTER_ROOT, str(self.root), *words]
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-        env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+        env |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "EMULATED_CPUINFO": self.cpuinfo}
         folder = None if self.root else self.work
         return (0, run(words, folder, env)) if check else status_and_output(words, folder, env)
 
@@ -72,19 +100,6 @@ class Machine:
     def close(self) -> None:
         """Remove the environment."""
         shutil.rmtree(self.work)
-
-
-def foreign_pip(target: Target, packages: Path) -> list[str]:
-    """Return the command of this machine's pip that installs for another Python in a folder."""
-    digits = target.python.replace(".", "")
-    machine = target.platform.machine
-    platforms = [f"--platform=manylinux_2_{glibc}_{machine}" for glibc in (28, 27, 24, 17)]
-    platforms.append(f"--platform=manylinux2014_{machine}")
-    abis = [f"--abi={abi}" for abi in (f"cp{digits}", "abi3", "none")]
-    options = ["--implementation=cp", f"--python-version={target.version}", *platforms, *abis]
-    # The wheel's tag says which Python it is for; pip would compare its own with Requires-Python.
-    options.append("--ignore-requires-python")
-    return [sys.executable, "-m", "pip", "install", f"--target={packages}", *options]
 
 
 def processor_seconds() -> float:
@@ -101,7 +116,7 @@ def requirements(wheel: Path) -> list[str]:
 
 def smoke(target: Target, wheel: Path, url: str, args: argparse.Namespace) -> tuple[bool, dict[str, str]]:
     """Install the wheel and run the smoke test. Return whether it passed, and the result for the table."""
-    machine = Machine(args.root)
+    machine = Machine(args.root, target.platform.machine)
     try:
         folder = machine.path("env")
         python = f"{folder}/bin/python"
@@ -110,6 +125,8 @@ def smoke(target: Target, wheel: Path, url: str, args: argparse.Namespace) -> tu
         if args.root:
             machine.run([interpreter, "-m", "venv", "--without-pip", folder])
             pip = foreign_pip(target, next((machine.work / "env").glob("lib/python3*/site-packages")))
+            if args.torch:
+                ForeignTorch(target, machine.work / "env", args.torch).install_torch()
         elif args.torch:
             torch_env = shutil.copy2(ROOT / "tools" / "torch_env.py", machine.work)
             script = machine.path(Path(torch_env).name)
@@ -161,7 +178,7 @@ def main() -> int:
     parser.add_argument("--interpreter", help="python3.12 from the PATH, for example")
     parser.add_argument("--root", type=Path, help="a folder with another Linux that has this Python")
     torch = parser.add_mutually_exclusive_group()
-    torch.add_argument("--torch", help="a release of torch to install; not with --root")
+    torch.add_argument("--torch", help="a release of torch to install")
     torch.add_argument("--torch-from", type=Path, help="site-packages with torch and all requirements")
     parser.add_argument("--results", type=Path, default=WORK / "results.json")
     args = parser.parse_args()
