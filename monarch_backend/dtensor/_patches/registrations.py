@@ -20,6 +20,7 @@ _DISPATCHER = "torch.distributed.tensor:DTensor._op_dispatcher"
 _HANDLERS = (f"{_DISPATCHER}._custom_op_handlers",)
 _STRATEGIES = f"{_DISPATCHER}.sharding_propagator.op_strategy_funcs"
 _RULES = f"{_DISPATCHER}.sharding_propagator.op_single_dim_strategy_funcs"
+_OLD_RULES = f"{_DISPATCHER}.sharding_propagator.op_to_rules"
 _SCHEMAS = f"{_DISPATCHER}.sharding_propagator.op_to_schema_info"
 _SCHEMAS_OF_RULES = f"{_DISPATCHER}.sharding_propagator.op_to_schema_info_for_single_dim_strategy"
 _C10D = "torch.distributed.distributed_c10d"
@@ -301,6 +302,21 @@ _STRATEGIES_OF_OPERATORS = (
         ("aten.div.Tensor", "aten.div_.Tensor", "aten.div.Tensor_mode", "aten.div_.Tensor_mode"), _SHARDINGS,
         "Quotients of parts of a sum are not parts of the quotient.",
         "ops/test_operations.py::test_pointwise_reduced_and_normalised", before=(2, 12),
+    ),
+    _fix(
+        (_STRATEGIES,), ("aten._to_copy.default",), _SHARDINGS,
+        "The integers of parts of a sum have another sum, and bools none.",
+        "ops/test_sharding_fixes.py::test_parts_of_a_sum_are_reduced_before_a_cast_to_integers", before=(2, 12),
+    ),
+    _fix(
+        (_STRATEGIES,), ("aten.index_put.default", "aten._index_put_impl_.default"), _SHARDINGS,
+        "torch shards dimensions that have an index, and refuses None among the indices.",
+        "ops/test_sharding_fixes.py::test_rows_written_by_an_index_match_torch", before=(2, 12),
+    ),
+    _fix(
+        (_OLD_RULES,), ("aten.index.Tensor", "aten.index_select.default"), _SHARDINGS,
+        "torch loses the sum of values that are parts of a sum where the result is sharded.",
+        "ops/test_sharding_fixes.py::test_rows_of_a_sum_over_ranks_match_torch", before=(2, 12),
     ),
     _fix(
         (_STRATEGIES,), ("aten.detach_.default",), _SHARDINGS,

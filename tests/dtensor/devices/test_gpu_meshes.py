@@ -200,6 +200,8 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 )
 @pytest.mark.parametrize("how", ["fused", "foreach"])
 def test_optimizers(mesh: Any, kind: Any, options: dict[str, Any], how: str) -> None:
+    if kind is torch.optim.Adagrad and how == "fused" and torch_version() < (2, 12):
+        pytest.skip("torch 2.11 has the fused Adagrad for CPUs only")
     value, gradients = torch.randn(5, 3), [torch.randn(5, 3) for _ in range(3)]
     ours = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
     alone = nn.Parameter(value.clone())

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
+from monarch_backend._core.torch_version import torch_version
 from tests.dtensor.conftest import DEVICE
 from tests.dtensor.ops.test_normalization import sharded
 from tests.dtensor.values import same
@@ -58,7 +59,8 @@ def test_operations_with_few_rows_match_torch(mesh_of: Callable[[str], Any], on:
         mine = distribute_tensor(theirs.detach(), mesh, there).requires_grad_()
         found, expected = of(mine), of(theirs)
         same(found, expected)
-        if expected.requires_grad:
+        has_derivative = name != "aminmax" or torch_version() >= (2, 12)  # torch 2.11 has none
+        if expected.requires_grad and has_derivative:
             found.pow(2).sum().backward()
             expected.pow(2).sum().backward()
             same(mine.grad, theirs.grad, 1e-4)  # type: ignore[arg-type]

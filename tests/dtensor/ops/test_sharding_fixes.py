@@ -132,6 +132,58 @@ def test_the_gradient_of_index_select(mesh_of: Callable[[str], Any]) -> None:
             )
 
 
+def sum_over_ranks(x: torch.Tensor, mesh: Any, other: Any) -> Any:
+    """Return ``x`` as a tensor whose parts on the first dimension of the mesh are a quarter and three quarters."""
+    given = Shard(other.dim + 1) if isinstance(other, Shard) else other
+    return distribute_tensor(torch.stack([x * 0.25, x * 0.75]), mesh, [Shard(0), given]).sum(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_parts_of_a_sum_are_reduced_before_a_cast_to_integers(mesh_of: Callable[[str], Any], dtype: Any) -> None:
+    x = torch.arange(-12.0, 12.0).view(6, 4)
+    for other in (Replicate(), Shard(0), Shard(1)):
+        same(sum_over_ranks(x, mesh_of("2x2"), other).to(dtype), x.to(dtype))
+
+
+ROWS = torch.tensor([1, 0])
+WRITTEN_ROWS: dict[str, Callable[[Any, Any], Any]] = {
+    "index_put": lambda x, i: x.index_put((i,), -x[2:4]),
+    "index_put, a column of values": lambda x, i: x.index_put((i,), -x[2:4, :1]),
+    "index_put, accumulated": lambda x, i: x.index_put((i,), -x[2:4], True),
+    "index_put, columns": lambda x, i: torch.ops.aten.index_put(x, [None, i], -x[:, 2:4]),
+    "index_put, rows and columns": lambda x, i: x.index_put((i, i), -x[2, :2]),
+    "index_put, a mask": lambda x, i: x.index_put((x[:, 0] > 0,), -x[1:2]),
+    "_index_put_impl_": lambda x, i: torch._index_put_impl_(x * 1, [i], -x[2:4], True),
+    "index_copy": lambda x, i: x.index_copy(0, i, -x[2:4]),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_ROWS)
+def test_rows_written_by_an_index_match_torch(mesh_of: Callable[[str], Any], name: str) -> None:
+    x = torch.arange(-11.0, 13.0).view(6, 4)
+    for placements in itertools.product((Shard(0), Shard(1), Replicate()), repeat=2):
+        for index in (Shard(0), Replicate()):
+            i = distribute_tensor(ROWS, mesh_of("2x2"), [index, Replicate()])
+            same(WRITTEN_ROWS[name](distribute_tensor(x, mesh_of("2x2"), placements), i), WRITTEN_ROWS[name](x, ROWS))
+
+
+READ_ROWS: dict[str, Callable[[Any, Any], Any]] = {
+    "rows": lambda x, i: x[i],
+    "columns": lambda x, i: x[:, i],
+    "rows and columns": lambda x, i: x[i, i],
+    "index_select": lambda x, i: x.index_select(0, i),
+    "take": lambda x, i: x.take(i),
+}
+
+
+@pytest.mark.parametrize("name", READ_ROWS)
+def test_rows_of_a_sum_over_ranks_match_torch(mesh_of: Callable[[str], Any], name: str) -> None:
+    x = torch.arange(-12.0, 12.0).view(6, 4)
+    for other, index in itertools.product((Shard(0), Shard(1), Replicate()), (Shard(0), Replicate())):
+        i = distribute_tensor(ROWS, mesh_of("2x2"), [index, Replicate()])
+        same(READ_ROWS[name](sum_over_ranks(x, mesh_of("2x2"), other), i), READ_ROWS[name](x, ROWS))
+
+
 WRITES: dict[str, Callable[[Any], Any]] = {
     "uniform_": lambda rows: rows.uniform_(),
     "init.normal_": lambda rows: torch.nn.init.normal_(rows),

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, RuntimeSchemaInfo, TupleStrategy
+from torch.distributed.tensor._op_schema import OpSpec, OpStrategy, OutputSharding, RuntimeSchemaInfo, TupleStrategy
 from torch.distributed.tensor._ops import _math_ops as math_ops
 from torch.distributed.tensor._ops import _view_ops as view_ops
 from torch.distributed.tensor.parallel import loss
@@ -97,6 +97,12 @@ def _correct_strategies(known: dict[Any, Any]) -> None:
     if torch_version() < (2, 12):
         for operator in (_aten.div.Tensor, _aten.div_.Tensor, _aten.div.Tensor_mode, _aten.div_.Tensor_mode):
             _change(known, operator, _by_whole_divisors)
+        _change(known, _aten._to_copy.default, _of_whole_numbers)
+        for operator in (_aten.index_put.default, _aten._index_put_impl_.default):
+            _change(known, operator, _after_indices)
+        rules: dict[Any, Any] = api.DTensor._op_dispatcher.sharding_propagator.op_to_rules
+        for operator in (_aten.index.Tensor, _aten.index_select.default):
+            _change(rules, operator, _of_reduced_values)
 
 
 def _change(known: dict[Any, Any], operator: Any, corrected: Callable[[Replacement], Replacement]) -> None:
@@ -224,11 +230,73 @@ def _by_whole_divisors(own: Replacement) -> Replacement:
         x, divisor, *rest = op_schema.args_schema
         if not isinstance(divisor, OpStrategy) or not any(each.is_partial() for each in _placements_of(divisor)):
             return own(op_schema)
-        specs = [way.output_spec for way in divisor.strategies]
-        whole = [OpSpec(_without(spec, [each.is_partial() for each in spec.placements])) for spec in specs]
-        return own(dataclasses.replace(op_schema, args_schema=(x, OpStrategy(whole), *rest)))
+        return own(dataclasses.replace(op_schema, args_schema=(x, _from_whole(divisor, _is_partial), *rest)))
 
     return strategy
+
+
+def _of_whole_numbers(own: Replacement) -> Replacement:
+    """Reduce parts of a sum before they are cast to integers or bools: those of the parts have another sum."""
+
+    def strategy(op_schema: Any) -> Any:
+        x, *rest = op_schema.args_schema
+        before, after = x.strategies[0].output_spec.tensor_meta.dtype, op_schema.kwargs_schema.get("dtype")
+        is_rounded = after is not None and before.is_floating_point and not _has_fractions(after)
+        if before == after or not (is_rounded or after == torch.bool):
+            return own(op_schema)
+        return own(dataclasses.replace(op_schema, args_schema=(_from_whole(x, _is_partial), *rest)))
+
+    return strategy
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _after_indices(own: Replacement) -> Replacement:
+    """Shard only the dimensions after those with an index, and where the values have as many rows.
+
+    torch 2.11 shards indexed dimensions as well if the tensor has no more dimensions than the values. It refuses None
+    among the indices.
+    """
+
+    def index_put_strategy(op_schema: Any) -> Any:
+        x, indices, values, *rest = op_schema.args_schema
+        if not all(isinstance(each, OpStrategy) for each in getattr(indices, "children", [None])):
+            raise NotImplementedError("No sharding strategy for indices of which some are None")
+        indexed = sum(_dims_of_index(each) for each in indices.children)
+        before = x.ndim - values.ndim
+        found = {dim for dim in range(max(indexed, before), x.ndim) if x.shape[dim] == values.shape[dim - before]}
+        x, values = _sharded_by(x, found), _sharded_by(values, {dim - before for dim in found})
+        return own(dataclasses.replace(op_schema, args_schema=(x, indices, values, *rest)))
+
+    return index_put_strategy
+
+
+def _sharded_by(strategy: Any, dims: set[int]) -> OpStrategy:
+    """Return the strategy as if all were replicated but shards of these dimensions."""
+    return _from_whole(strategy, lambda each: not (each.is_shard() and each.dim in dims))
+
+
+def _of_reduced_values(own: Replacement) -> Replacement:
+    """Reduce parts of a sum before they are indexed: torch 2.11 loses the sum where the result is sharded."""
+
+    def rule(op_schema: Any) -> Any:
+        values, *rest = op_schema.args_schema
+        parts = list(map(_is_partial, values.placements))
+        if not any(parts):
+            return own(op_schema)
+        reduced = dataclasses.replace(op_schema, args_schema=(_without(values, parts), *rest))
+        found = own(reduced)
+        return found if found.output_spec is None else OutputSharding(None, redistribute_schema=reduced)
+
+    return rule
+
+
+def _dims_of_index(index: Any) -> int:
+    """Return the number of a tensor's dimensions that an index stands for: a mask has one for each of its own."""
+    is_mask = index.strategies[0].output_spec.tensor_meta.dtype in (torch.bool, torch.uint8)
+    return index.ndim if is_mask else 1
 
 
 def _aligned(own: Replacement) -> Replacement:
@@ -294,10 +362,14 @@ def _placements_of(strategy: Any) -> Iterator[Any]:
     return itertools.chain.from_iterable(each.output_spec.placements for each in strategy.strategies)
 
 
-def _from_whole(strategy: Any) -> OpStrategy:
-    """Return the strategy as if tensors with strided shards were gathered."""
+def _is_partial(placement: Any) -> bool:
+    return bool(placement.is_partial())
+
+
+def _from_whole(strategy: Any, is_gathered: Callable[[Any], bool] = _is_strided) -> OpStrategy:
+    """Return the strategy as if tensors with such placements were replicated."""
     specs = [each.output_spec for each in strategy.strategies]
-    return OpStrategy([OpSpec(_without(spec, list(map(_is_strided, spec.placements)))) for spec in specs])
+    return OpStrategy([OpSpec(_without(spec, list(map(is_gathered, spec.placements)))) for spec in specs])
 
 
 def _of_all_indices(own: Replacement) -> Replacement:
