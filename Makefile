@@ -28,9 +28,11 @@ PORTABLE_TESTS ?= tests/actor
 PORTABLE_TESTS_BESIDE ?= tests/core tests/mesh tests/processes tests/rdma tests/test_readme.py \
     tests/dtensor/controller/test_device_mesh.py tests/dtensor/controller/test_memory_access.py \
     $(patsubst %,tests/process_group/test_%.py,smoke collectives fast_paths object_collectives point_to_point shm_backend tensor_lists work)
+# make test-clients: frameworks whose programs run. Example: make test-clients CLIENTS="accelerate ignite".
+CLIENTS ?= accelerate transformers ignite lightning torchmetrics deepspeed ray torchtitan
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup build-portable demo test test-fast test-portable test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch test-lowest test-tpu fuzz lint format docs bench wheels clean
+.PHONY: help setup build-portable demo test test-fast test-portable test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch test-clients test-lowest test-tpu fuzz lint format docs bench wheels clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -105,6 +107,10 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 test-torch: $(STAMP)  ## a sample of the tests on another torch: make test-torch VERSION=2.14.1 SELECTION=--all AREAS="backend fsdp"
 	$(BIN)/python tools/torch_tests.py $(VERSION) $(SELECTION) $(if $(AREAS),--area $(AREAS)); \
 	    rc=$$?; $(BIN)/python tools/torch_table.py; exit $$rc
+
+test-clients: $(STAMP)  ## programs of frameworks such as Accelerate and Lightning, in an environment that it builds once
+	$(BIN)/python tools/clients_env.py $(CLIENTS)
+	.envs/clients/bin/python -m pytest --durations=0 $(patsubst %,tests/clients/test_%.py,$(CLIENTS))
 
 test-lowest: $(STAMP)  ## tests of process groups and actors with the lowest version of every dependency, such as torch 2.9.0
 	$(BIN)/python tools/torch_env.py 2.9.0 --lowest --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" tests/process_group tests/cli tests/tpu tests/test_torch_patches.py tests/actor

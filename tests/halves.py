@@ -17,14 +17,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SECOND = ("dtensor", "ecosystem", "job", "rdma", "testing")
 """Folders of the second half. They take as long as all others together."""
+APART = ("clients",)
+"""Folders that need an environment of their own: `make test-clients`."""
 NO_TESTS = 5
 """Exit status of pytest if it ran no tests."""
 
 
 def halves() -> tuple[list[str], list[str]]:
-    """Return the paths of the two runs. Each folder and each file with tests is in one of them."""
+    """Return the paths of the two runs. Each folder and each file with tests is in one of them, or is in APART."""
     tops = sorted({HERE / path.relative_to(HERE).parts[0] for path in HERE.glob("*/**/test_*.py")})
-    first = [str(path) for path in [*tops, *sorted(HERE.glob("test_*.py"))] if path.name not in SECOND]
+    first = [str(path) for path in [*tops, *sorted(HERE.glob("test_*.py"))] if path.name not in (*SECOND, *APART)]
     return first, [str(HERE / name) for name in SECOND]
 
 

@@ -15,7 +15,9 @@ def test_each_module_is_in_one_half() -> None:
         [file for path in map(Path, half) for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
         for half in halves.halves()
     )
-    assert sorted(first + second) == sorted(halves.HERE.rglob("test_*.py"))
+    apart = [file for name in halves.APART for file in (halves.HERE / name).rglob("test_*.py")]
+    assert apart
+    assert sorted(first + second + apart) == sorted(halves.HERE.rglob("test_*.py"))
     assert second
 
 

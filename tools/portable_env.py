@@ -44,13 +44,16 @@ def build_extension() -> Path:
     return BUILD / "lib" / "monarch_backend" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
-def make_environment(folder: Path, extension: Path) -> None:
-    """Make the environment, with the scripts of this one."""
+def make_environment(folder: Path, *lines: str) -> Path:
+    """Make an environment with the packages and scripts of this one, and return its folder of packages.
+
+    Its Python runs the given lines of a .pth file when it starts.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
-    (packages / "monarch_portable_core.py").write_text(HOOK.format(extension=str(extension)))
     here = sysconfig.get_path("purelib")
-    (packages / "portable.pth").write_text(f"import site; site.addsitedir({here!r})\nimport monarch_portable_core\n")
+    start = [f"import site; site.addsitedir({here!r})", *lines]
+    (packages / "packages_of_main_environment.pth").write_text("".join(f"{line}\n" for line in start))
     for script in Path(sysconfig.get_path("scripts")).iterdir():
         text = script.read_bytes() if script.is_file() and not script.is_symlink() else b""
         shebang, _, rest = text.partition(b"\n")
@@ -58,6 +61,13 @@ def make_environment(folder: Path, extension: Path) -> None:
             copy = folder / "bin" / script.name
             copy.write_bytes(f"#!{folder}/bin/python\n".encode() + rest)
             copy.chmod(0o755)
+    return packages
+
+
+def make_portable_environment(folder: Path, extension: Path) -> None:
+    """Make the environment whose import hook chooses the portable core."""
+    packages = make_environment(folder, "import monarch_portable_core")
+    (packages / "monarch_portable_core.py").write_text(HOOK.format(extension=str(extension)))
 
 
 def main() -> None:
@@ -65,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--dir", type=Path, default=ROOT / ".venv-portable")
     args = parser.parse_args()
-    make_environment(args.dir.absolute(), build_extension())
+    make_portable_environment(args.dir.absolute(), build_extension())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""A virtual environment with frameworks that use torch.distributed, for `make test-clients`: .envs/clients.
+
+    python tools/clients_env.py accelerate ignite         # installs what is not there yet
+
+It has the packages of the environment that runs this, torch and this checkout among them. So pip fetches only the
+frameworks and their own requirements. Versions are in tests/clients/constraints.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from portable_env import ROOT, make_environment
+
+PINS = ROOT / "tests" / "clients" / "constraints.txt"
+CLIENTS = {
+    "accelerate": ["accelerate"],
+    "deepspeed": ["deepspeed"],
+    "ignite": ["pytorch-ignite"],
+    "lightning": ["lightning"],
+    "ray": ["ray[train]"],
+    "torchmetrics": ["torchmetrics"],
+    "torchtitan": [],  # does not run on the CPU: see its test
+    "transformers": ["transformers", "accelerate"],
+}
+"""What pip installs for each client."""
+
+BUILD_ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+"""DeepSpeed is built from source: for the CPU, and without its C++ operators, which it compiles at their first use."""
+
+
+def install(folder: Path, clients: list[str]) -> None:
+    """Install the clients that are not in the environment yet."""
+    stamp = folder / "clients.json"
+    recipe = {"pins": PINS.read_text(), "python": sys.version, "prefix": sys.prefix}
+    state = json.loads(stamp.read_text()) if stamp.exists() else {}
+    if state.get("recipe") != recipe:
+        make_environment(folder)
+        state = {"recipe": recipe, "installed": []}
+    missing = sorted({client for client in clients if CLIENTS[client]} - set(state["installed"]))
+    if not missing:
+        return
+    requirements = sorted({requirement for client in missing for requirement in CLIENTS[client]})
+    print(f"clients_env: {' '.join(requirements)} in {folder}", file=sys.stderr, flush=True)
+    # Isolated builds would each install another torch.
+    command = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-build-isolation"]
+    command += ["-c", ROOT / "constraints.txt", "-c", PINS, *requirements]
+    subprocess.run(command, check=True, env={**os.environ, **BUILD_ENV})
+    state["installed"] += missing
+    stamp.write_text(json.dumps(state))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("clients", nargs="+", choices=list(CLIENTS), metavar="NAME", help=", ".join(CLIENTS))
+    parser.add_argument("--dir", type=Path, default=ROOT / ".envs" / "clients", help="where to; default .envs/clients")
+    args = parser.parse_args()
+    install(args.dir.absolute(), args.clients)
+
+
+if __name__ == "__main__":
+    main()
