@@ -4,8 +4,8 @@
 
 Two forked ranks have a monarch, a gloo and a fake group at once and alternate between them, so that noise of the
 machine affects all alike. The fake group moves nothing: its time is torch's own part. Each round times a burst of calls
-of each kind on each group. The time of a burst is that of the slower rank. Figures are medians over rounds; a ratio is
-the median of the rounds' ratios.
+of each kind on each group. The time of a burst is the median of its calls, on the slower rank. Figures are medians over
+rounds; a ratio is the median of the rounds' ratios.
 
 | kind | a call |
 | --- | --- |
@@ -63,12 +63,14 @@ def _kinds(x: torch.Tensor, group: Any) -> dict[str, tuple[Callable[[], object],
 
 
 def _burst(call: Callable[[], object], calls: int) -> float:
-    """Return the microseconds of one call, in a burst of ``calls``."""
+    """Return the median of the microseconds of a call, in a burst of ``calls``."""
     dist.barrier()
-    start = time.perf_counter()
+    times = []
     for _ in range(calls):
+        start = time.perf_counter()
         call()
-    return (time.perf_counter() - start) / calls * 1e6
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
 
 
 def _rank(rank: int, address: str, sizes: list[int], rounds: int, results: Any) -> None:
