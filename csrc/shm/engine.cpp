@@ -169,12 +169,12 @@ void Engine::run() {
     FutexWaiter waiter(idle ? host_->local_doorbell() : host_->doorbell(), true);
     while (!look(idle, false)) {
       if (waiter.wait([&] { return look(idle, true); }, deadline)) continue;
-      std::vector<Task> due;
+      std::vector<std::pair<std::shared_ptr<Group>, std::shared_ptr<Operation>>> due;  // a copy of `then` would take the GIL under the lock
       {
         const std::lock_guard lock(mutex_);
-        due = tasks_;
+        for (const Task& task : tasks_) due.emplace_back(task.group, task.operation);
       }
-      for (const Task& task : due) task.group->expire_if_due(*task.operation);
+      for (const auto& [group, operation] : due) group->expire_if_due(*operation);
       break;
     }
     call_back();

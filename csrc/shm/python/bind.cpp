@@ -209,7 +209,7 @@ void bind_shared_memory(py::module_& m) {
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine", "The progress thread of asynchronous operations.")
       .def(py::init<std::shared_ptr<Host>>())
-      .def("take_back", &Engine::take_back)
+      .def("take_back", &Engine::take_back, Release())
       .def("submit_async",
            [](Engine& engine, std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
              const py::gil_scoped_release release;
