@@ -251,9 +251,12 @@ class ShmGroup:
         """
 
     def begin(
-        self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, /
+        self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, owner: object, /
     ) -> tuple[Operation, bool]:
-        """Submit an asynchronous operation. Return it, and whether other ranks need nothing more of this one."""
+        """Submit an asynchronous operation, which keeps ``owner`` of its memory until `Operation.forget`.
+
+        Return it, and whether other ranks need nothing more of this one.
+        """
 
     def poll(self, operation: Operation, /) -> bool:
         """Move what can be moved now. Return whether the operation is done."""

@@ -169,7 +169,8 @@ void Engine::run() {
     FutexWaiter waiter(idle ? host_->local_doorbell() : host_->doorbell(), true);
     while (!look(idle, false)) {
       if (waiter.wait([&] { return look(idle, true); }, deadline)) continue;
-      std::vector<std::pair<std::shared_ptr<Group>, std::shared_ptr<Operation>>> due;  // a copy of `then` would take the GIL under the lock
+      // Not whole tasks: a copy of `then` takes the GIL, which the caller of take_back may hold.
+      std::vector<std::pair<std::shared_ptr<Group>, std::shared_ptr<Operation>>> due;
       {
         const std::lock_guard lock(mutex_);
         for (const Task& task : tasks_) due.emplace_back(task.group, task.operation);

@@ -201,7 +201,7 @@ def test_engine_runs_each_callback_once() -> None:
                 called.append((thread, i))
                 everything.release()
 
-            operation, _ = groups[rank].begin(ALL_REDUCE, U8, SUM, -1, 32, span, span)
+            operation, _ = groups[rank].begin(ALL_REDUCE, U8, SUM, -1, 32, span, span, values[rank][mine][i])
             operation.set_time(TIMEOUT_S)
             if i % 4:
                 engines[rank].submit_async(groups[rank], operation, then)

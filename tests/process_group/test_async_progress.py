@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from monarch_backend import CollectiveTimeoutError
 from monarch_backend.process_group._shm import shm_backend
 from tests.process_group.test_fast_paths import _functions_of
 from tests.support.ranks import run_ranks
@@ -20,6 +21,9 @@ SMALL, LARGE = 4, 1 << 18
 """Elements of float32: a small tensor is copied when the operation is called, a large one goes in pieces."""
 
 PATIENCE = timedelta(seconds=60)
+
+LIMITS = 40
+"""Groups whose time limit is met. Each can be used only once."""
 
 
 def _store() -> Any:
@@ -105,6 +109,29 @@ def _dropped(rank: int, size: int) -> list[bool]:
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
 def test_memory_of_pending_operations_lives_until_their_end(size: int) -> None:
     assert run_ranks(_dropped, 2, size) == [[True], [True, True]]
+
+
+def _never_entered(rank: int) -> list[str]:
+    """Rank 1 enters no operation. Rank 0 waits for the first of several until the time limit, in group after group."""
+    groups = [dist.new_group([0, 1]) for _ in range(LIMITS)]
+    options = dist.AllreduceOptions()
+    options.timeout, options.asyncOp = timedelta(milliseconds=30), True
+    ended = []
+    for group in groups if rank == 0 else []:
+        works = [group.allreduce([torch.ones(LARGE // 4)], options) for _ in range(8)]
+        try:
+            works[0].wait()
+        except CollectiveTimeoutError as error:
+            ended.append(type(error).__name__)
+    if rank == 0:
+        _store().set("all have ended", "1")
+    _store().wait(["all have ended"], PATIENCE)
+    return ended
+
+
+def test_time_limit_ends_the_wait_while_the_progress_thread_meets_it_too() -> None:
+    """Both threads act at the same moment. Neither may hold what the other one needs."""
+    assert run_ranks(_never_entered, 2) == [["CollectiveTimeoutError"] * LIMITS, []]
 
 
 def _calls(rank: int) -> dict[str, Callable[[], Any]]:

@@ -169,8 +169,9 @@ void bind_shared_memory(py::module_& m) {
            })
       .def("begin",
            [](Group& group, int collective, int dtype, int op, int root, std::uint64_t bytes, const Addresses& in,
-              const Addresses& out) {
+              const Addresses& out, py::object owner) {
              auto operation = make_operation(collective, dtype, op, root, bytes, spans(in), spans(out));
+             operation->keep = shared_reference(std::move(owner));
              const bool is_small = begin(group, operation);
              return py::make_tuple(std::move(operation), is_small);
            })

@@ -212,8 +212,9 @@ class AsyncWork(ShmWork):
     def hand_over(self) -> None:
         with self._lock:
             if self._engine is None and not self._operation.done:
-                self._engine = self._group._engine()
-                self._engine.submit_async(self._group.native, self._operation, self.ended)
+                engine = self._group._engine()
+                engine.submit_async(self._group.native, self._operation, self.ended)
+                self._engine = engine
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         try:
@@ -342,8 +343,8 @@ class SharedMemory:
         code = _DTYPES.get(piece.dtype, _BYTES)
         call = collective, code, op, root, piece.nbytes, _spans(ins), _spans(outs)
         if getattr(opts, "asyncOp", True):
-            operation, is_small = self.native.begin(*call)
-            return self._pending(operation, outputs, opts, is_small, finish, (ins, outs))
+            operation, is_small = self.native.begin(*call, (ins, outs))
+            return self._pending(operation, outputs, opts, is_small, finish)
         operation = self.native.run(*call, self._seconds, opts)
         if operation is not None:
             return self._failed(operation, outputs)
@@ -359,14 +360,12 @@ class SharedMemory:
         opts: Any,
         is_small: bool,
         finish: Callable[[], object] | None = None,
-        keep: object = None,
     ) -> AsyncWork:
-        """Return the work of an asynchronous operation that was submitted. ``keep``: the owners of its memory."""
+        """Return the work of an asynchronous operation that was submitted and keeps the owners of its memory."""
         work = AsyncWork(self, operation, outputs, finish)
         if operation.done:
             work._end()
             return work
-        work._keep = keep
         operation.set_time(self._seconds(opts))
         with self._deferring:
             before = self._deferred
