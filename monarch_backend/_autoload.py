@@ -20,7 +20,6 @@ BACKEND_NAME = "monarch"
 # defaults, so listing them changes none. The packages of "xla" and "tpu" register those.
 DEVICES = ["cpu", "cuda"]
 _replaced: set[str] = set()  # functions of torch
-_HELPER = "_new_process_group_helper"
 
 
 def _create_process_group(options: Any, pg_options: Any = None) -> ProcessGroup:
@@ -56,34 +55,30 @@ def _needs_stand_ins(dist: Any) -> bool:
     return not hasattr(dist.Backend, "_ensure_backend_registered")
 
 
-def _watch_rendezvous() -> None:
-    """Let ``init_process_group`` of every torch come by _c10d_patches on its way to the store."""
-    from torch.distributed import distributed_c10d as c10d
+def _replace(name: str, *importers: Any) -> None:
+    """Put a stand-in in the place of c10d's function, before a user's script imports it by name.
 
-    module: Any = c10d
-    if not hasattr(module.rendezvous, "__wrapped__"):
-        module.rendezvous = _stand_in("rendezvous", module.rendezvous)
-
-
-def take_names() -> None:
-    """Let groups for the backends in MONARCH_AS be made by this one; does nothing without that setting."""
-    if "MONARCH_AS" not in os.environ or _HELPER in _replaced:
-        return
-    from torch.distributed import distributed_c10d as c10d
-
-    _replaced.add(_HELPER)
-    setattr(c10d, _HELPER, _stand_in(_HELPER.removeprefix("_"), getattr(c10d, _HELPER)))
-
-
-def _replace(dist: Any, name: str) -> None:
-    """Put a stand-in in the place of torch's function, before a user's script imports it by name."""
+    ``importers`` are further modules of torch that have the function.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     if name not in _replaced:
         _replaced.add(name)
-        stand_in = _stand_in(name, getattr(c10d, name))
-        setattr(c10d, name, stand_in)
-        setattr(dist, name, stand_in)
+        stand_in = _stand_in(name.removeprefix("_"), getattr(c10d, name))
+        for module in (c10d, *importers):
+            setattr(module, name, stand_in)
+
+
+def take_names() -> None:
+    """Let groups for the backends in MONARCH_AS be made by this one; does nothing without that setting."""
+    if "MONARCH_AS" in os.environ:
+        _replace("_new_process_group_helper")
+
+
+def _replace_for_every_torch(dist: Any) -> None:
+    _replace("rendezvous")  # init_process_group calls it on its way to the store
+    take_names()
+    _replace("batch_isend_irecv", dist)
 
 
 def register() -> None:
@@ -96,11 +91,9 @@ def register() -> None:
     if not dist.is_available() or BACKEND_NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(BACKEND_NAME, _create_process_group, extended_api=True, devices=DEVICES)
-    _watch_rendezvous()
-    take_names()
-    _replace(dist, "batch_isend_irecv")
+    _replace_for_every_torch(dist)
     if _needs_stand_ins(dist):
-        _replace(dist, "monitored_barrier")
+        _replace("monitored_barrier", dist)
 
 
 def torch_backends_entry() -> None:
@@ -117,9 +110,7 @@ def torch_backends_entry() -> None:
         if _needs_stand_ins(torch.distributed):
             register()
         elif torch.distributed.is_available():
-            _watch_rendezvous()
-            take_names()
-            _replace(torch.distributed, "batch_isend_irecv")
+            _replace_for_every_torch(torch.distributed)
     except Exception as error:  # see the docstring
         import warnings
 
