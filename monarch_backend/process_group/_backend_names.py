@@ -18,6 +18,11 @@ DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """The device type whose tensors move to "monarch", by torch's name. Gloo's CUDA tensors, for instance, stay."""
 
 
+def names_in(backend: str) -> set[str]:
+    """Return the names in a ``backend``, which is one name or "device:name" pairs."""
+    return {part.rpartition(":")[2].strip() for part in backend.split(",")}
+
+
 def request_for(backend: str) -> str:
     """Return the ``backend`` that makes the requested group by "monarch", or "" if it is not under our names.
 
@@ -25,7 +30,7 @@ def request_for(backend: str) -> str:
     ValueError for a bad MONARCH_AS.
     """
     names = env.get("MONARCH_AS")
-    if backend != dist.Backend.UNDEFINED and not any(name in backend for name in names):
+    if backend != dist.Backend.UNDEFINED and names_in(backend).isdisjoint(names):
         return ""
     requested = {device: str(name) for device, name in _config(backend).get_device_backend_map().items()}
     ours = {device for device, name in requested.items() if name in names and DEVICES[name] == device}

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from monarch_backend.process_group import _backend_names
+
 # name in torch.distributed -> first release of torch that needs no replacement
 FIXED_IN = {"monitored_barrier": (2, 14)}
 
@@ -104,11 +106,7 @@ def _initialises_ours(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_name != "init_process_group":
         frame = frame.f_back
     backend = str(frame.f_locals.get("backend") if frame is not None else None)
-    if "monarch" in [part.rpartition(":")[2].strip() for part in backend.split(",")]:
-        return True
-    from monarch_backend.process_group import _backend_names
-
-    return bool(_backend_names.request_for(backend))
+    return "monarch" in _backend_names.names_in(backend) or bool(_backend_names.request_for(backend))
 
 
 def new_process_group_helper(
@@ -118,8 +116,6 @@ def new_process_group_helper(
 
     torch makes the groups of its own backends there, whatever is registered under their names.
     """
-    from monarch_backend.process_group import _backend_names
-
     ours = _backend_names.request_for(str(backend))
     if not ours:
         return original(size, rank, ranks, backend, store, *args, **kwargs)
