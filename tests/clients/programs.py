@@ -127,3 +127,10 @@ def _recorder(folder: Path) -> Path:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: group-recorder\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text("[torch.backends]\ngroup_recorder = group_recorder:start\n")
     return place
+
+
+def expect_refusal(section: str, folder: Path, message: str) -> None:
+    """Run the program of a section with the name "monarch", which must end it with this error."""
+    done = run(f"{command(section)} monarch", folder)
+    assert done.status != 0
+    assert message in done.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.clients.programs import command, compare, needs, run
+from tests.clients.programs import compare, expect_refusal, needs, run
 
 pytestmark = needs("ignite")
 
@@ -15,9 +15,7 @@ def test_losses_are_those_of_gloo(tmp_path: Path) -> None:
 
 def test_the_name_is_refused(tmp_path: Path) -> None:
     """docs/limits.md says so. docs/upstream/ignite.md has a patch."""
-    done = run(f"{command('PyTorch-Ignite')} monarch", tmp_path)
-    assert done.status != 0
-    assert "Unknown backend 'monarch'" in done.err
+    expect_refusal("PyTorch-Ignite", tmp_path, "Unknown backend 'monarch'")
 
 
 OWN_GROUP = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.clients.programs import command, compare, needs, run
+from tests.clients.programs import compare, expect_refusal, needs
 
 pytestmark = needs("transformers")
 
@@ -15,6 +15,4 @@ def test_losses_are_those_of_gloo(tmp_path: Path) -> None:
 
 def test_the_name_is_refused(tmp_path: Path) -> None:
     """docs/limits.md says so. docs/upstream/transformers.md has a patch."""
-    done = run(f"{command('Transformers')} monarch", tmp_path)
-    assert done.status != 0
-    assert "Your assigned backend monarch is not available, please use gloo" in done.err
+    expect_refusal("Transformers", tmp_path, "Your assigned backend monarch is not available, please use gloo")
