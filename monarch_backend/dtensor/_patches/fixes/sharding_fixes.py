@@ -263,7 +263,7 @@ def _after_indices(own: Replacement) -> Replacement:
     def index_put_strategy(op_schema: Any) -> Any:
         x, indices, values, *rest = op_schema.args_schema
         if not all(isinstance(each, OpStrategy) for each in getattr(indices, "children", [None])):
-            raise NotImplementedError("No sharding strategy for indices of which some are None")
+            raise NotImplementedError("No sharding strategy where an index is None")
         indexed = sum(_dims_of_index(each) for each in indices.children)
         before = x.ndim - values.ndim
         found = {dim for dim in range(max(indexed, before), x.ndim) if x.shape[dim] == values.shape[dim - before]}
