@@ -10,7 +10,7 @@ from setuptools import setup
 is_for_linux = sysconfig.get_platform().startswith("linux")  # in a cross build this is the target's platform
 # A build for tests of the code for macOS, without Linux-only system calls: csrc/platform/system.h.
 is_portable_test = is_for_linux and os.environ.get("MONARCH_BUILD_PORTABLE") == "1"
-parts = ["shm", "channel", "memory", *(["verbs"] if is_for_linux and not is_portable_test else [])]
+parts = ["shm", "channel", "memory", "telemetry", *(["verbs"] if is_for_linux and not is_portable_test else [])]
 folders = ["csrc", "csrc/records", "csrc/platform"]
 folders += [f"csrc/{part}{folder}" for part in parts for folder in ("", "/python")]
 portable_args = ["-DMONARCH_PORTABLE=1", "-include", "platform/linux_names.h"] if is_portable_test else []

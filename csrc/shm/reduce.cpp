@@ -10,6 +10,9 @@ ReduceKernel kernel(Dtype dtype, ReduceOp op);
 namespace isa_avx2 {
 ReduceKernel kernel(Dtype dtype, ReduceOp op);
 }
+namespace isa_avx512 {
+ReduceKernel kernel(Dtype dtype, ReduceOp op);  // only those that it makes faster
+}
 
 namespace {
 
@@ -31,6 +34,12 @@ bool has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
 }
+
+bool has_avx512() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c");
+}
 #endif
 
 }  // namespace
@@ -41,7 +50,10 @@ std::size_t size_of(Dtype dtype) { return dtypes.at(static_cast<std::size_t>(dty
 
 ReduceKernel reduce_kernel(Dtype dtype, ReduceOp op) {
 #if defined(__x86_64__)
-  static const bool avx2 = has_avx2();
+  static const bool avx2 = has_avx2(), avx512 = has_avx512();
+  if (avx512) {
+    if (const ReduceKernel kernel = isa_avx512::kernel(dtype, op)) return kernel;
+  }
   if (avx2) return isa_avx2::kernel(dtype, op);
 #endif
   return isa_base::kernel(dtype, op);

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include <immintrin.h>
+
 #include "shm/reduce.h"
 
 #if defined(__clang__)
@@ -17,6 +19,7 @@
 #pragma GCC target("avx2,f16c")
 #endif
 #define MONARCH_ISA isa_avx2
+#define MONARCH_F16C 1
 #include "shm/reduce_kernels.inc"
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 SHM = CSRC / "shm"
-CORE = sorted([*SHM.glob("*.cpp"), *(CSRC / "platform").glob("*.cpp")])
+CORE = sorted(source for part in ("shm", "platform", "telemetry") for source in (CSRC / part).glob("*.cpp"))
 STRESS = sorted([*(SHM / "stress").glob("*.cpp"), *(CSRC / "stress").glob("*.cpp")])
 SUMS = SHM / "kernels" / "sums.cpp"
 
@@ -89,5 +89,9 @@ def test_kernels_compute_the_same_on_every_processor() -> None:
     assert len({line.rpartition(" ")[2] for line in base.splitlines()}) > 100  # the sums differ
     if here == "x86_64":
         assert _run("aarch64", "sums", "base").splitlines() == base.splitlines()
-        if " avx2 " in Path("/proc/cpuinfo").read_text():
+        flags = Path("/proc/cpuinfo").read_text().split()
+        if "avx2" in flags:
             assert _run(here, "sums", "avx2").splitlines() == base.splitlines()
+        if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags):
+            halves = [line for line in base.splitlines() if line.startswith(("bfloat16", "float16"))]
+            assert _run(here, "sums", "avx512").splitlines() == halves

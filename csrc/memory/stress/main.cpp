@@ -8,6 +8,7 @@
 // replies that two threads wait for, staging memory, unauthenticated connections, and a close of either side while all
 // that is in progress. It fails when memory has unexpected bytes.
 #include <atomic>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -245,6 +246,9 @@ void play(unsigned seed, const std::string& folder) {
 
 int main(int count, char** words) {
   if (count != 3) fail("memory_stress ROUNDS FOLDER");
+#if defined(MONARCH_PORTABLE) && !defined(SO_NOSIGPIPE)
+  std::signal(SIGPIPE, SIG_IGN);  // as Python does; on macOS the sockets have an option
+#endif
   if (has_gpu()) gpu::open({std::getenv("MONARCH_GPU_DRIVER")});
   for (int round = 1; round <= std::atoi(words[1]); ++round) play(static_cast<unsigned>(round), words[2]);
   const auto times = [](Outcome outcome) { return outcomes[static_cast<int>(outcome)].load(); };

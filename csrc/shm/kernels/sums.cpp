@@ -1,8 +1,9 @@
 // What the reduction kernels of one instruction set compute, as one checksum for each dtype, op and number of sources:
 // all sets and processors must print the same. tests/shm/test_aarch64.py compares them.
 //
-//   sums base|avx2
+//   sums base|avx2|avx512
 //
+// With avx512 only bfloat16 and float16 have kernels.
 // Exits with 3 where the processor has no such instructions. The inputs are the same everywhere: NaNs, infinities,
 // subnormal numbers, zeros of both signs, numbers of all sizes. Which NaN a result is, is the processor's own choice
 // (inf - inf is a negative one on x86-64, a positive one on aarch64): every NaN counts as the same one.
@@ -22,6 +23,9 @@ namespace isa_base {
 ReduceKernel kernel(Dtype dtype, ReduceOp op);
 }
 namespace isa_avx2 {
+ReduceKernel kernel(Dtype dtype, ReduceOp op);
+}
+namespace isa_avx512 {
 ReduceKernel kernel(Dtype dtype, ReduceOp op);
 }
 
@@ -154,6 +158,17 @@ int main(int argc, char** argv) {
     std::fputs("sums: this processor has no AVX2\n", stderr);
     return 3;
   }
-  std::fputs("usage: sums base|avx2\n", stderr);
+  if (argc == 2 && std::strcmp(argv[1], "avx512") == 0) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c")) {
+      print_all(isa_avx512::kernel);
+      return 0;
+    }
+#endif
+    std::fputs("sums: this processor has no AVX-512\n", stderr);
+    return 3;
+  }
+  std::fputs("usage: sums base|avx2|avx512\n", stderr);
   return 2;
 }
