@@ -47,6 +47,7 @@ class FutexWaiter {
     return in_time;
   }
   void reset() { looks_ = 0; }
+  void sleep_next() { looks_ = 1 << 20; }  // neither spin nor yield before
   // A signal ended the last sleep: a caller with Python signal handlers must run them.
   bool interrupted() const { return interrupted_; }
 

@@ -100,7 +100,10 @@ P2pChannels::Layout Group::p2p_layout() const {
   return layout;
 }
 
-Group::~Group() { close(); }
+Group::~Group() {
+  close();
+  recording_.stop();
+}
 
 // Memory order: a thread that reads a counter also sees what was written before it.
 bool Group::all_reach(std::atomic<std::uint64_t> ControlBlock::*counter, std::uint64_t value) const {
@@ -127,12 +130,36 @@ void Group::submit(const std::shared_ptr<Operation>& operation) {
   const std::lock_guard lock(mutex_);
   departures_ = 0;  // check all again: earlier checks did not cover this operation
   const Collective c = operation->header.collective;
-  if (c == Collective::send || c == Collective::recv) {
+  if (is_point_to_point(c)) {
     p2p_->submit(operation);
   } else {
     queue_.push_back(operation);
     submitted_.fetch_add(1, std::memory_order_relaxed);
   }
+  if (recording_.is_on()) record_begin(*operation);
+}
+
+void Group::record_as(const std::string& name, int rank) {
+  const std::lock_guard lock(mutex_);
+  recording_.start(name, static_cast<std::uint32_t>(rank));
+}
+
+void Group::record_begin(Operation& op) {
+  const bool is_message = is_point_to_point(op.header.collective);
+  const std::uint64_t reference = is_message ? static_cast<std::uint64_t>(op.header.root) : submitted_.load(std::memory_order_relaxed);
+  const bool alone = is_message ? messages_++ == 0 : queue_.size() == 1;
+  op.recorded = recording_.begin(static_cast<std::size_t>(op.header.collective), name_of(op.header.collective), is_message,
+                                 reference, op.header.bytes, alone);
+}
+
+// Before the operation is done: its owner may free it then.
+void Group::record_end(const Operation& op) {
+  const bool is_message = is_point_to_point(op.header.collective);
+  const bool last = is_message ? --messages_ == 0 : queue_.size() <= 1;
+  recording_.end(static_cast<std::size_t>(op.header.collective), is_message, op.recorded, op.header.bytes, op.failure.has_value(), last);
+  if (last || is_message) return;
+  const Operation& next = *queue_[1];
+  recording_.show(false, static_cast<std::size_t>(next.header.collective), next.recorded, next.header.bytes);
 }
 
 bool Group::advance(bool before_sleep) {
@@ -172,7 +199,16 @@ bool Group::look() {
 }
 
 void Group::wait(Operation& operation, Clock::time_point limit) {
+  wait(operation, limit, FutexWaiter(host_->doorbell(), oversubscribed_), false);
+}
+
+void Group::wait_asleep(Operation& operation, Clock::time_point limit) {
   FutexWaiter waiter(host_->doorbell(), oversubscribed_);
+  waiter.sleep_next();
+  wait(operation, limit, waiter, true);
+}
+
+void Group::wait(Operation& operation, Clock::time_point limit, FutexWaiter waiter, bool until_signal) {
   const auto look = [&] { return operation.done.load(std::memory_order_acquire) || advance(true); };
   operation.waiters.fetch_add(1, std::memory_order_relaxed);
   while (!operation.done.load(std::memory_order_acquire)) {
@@ -181,6 +217,8 @@ void Group::wait(Operation& operation, Clock::time_point limit) {
     } else if (!waiter.wait(look, std::min(limit, operation.deadline))) {
       if (Clock::now() >= operation.deadline) expire(operation);
       if (Clock::now() >= limit) break;
+    } else if (until_signal && waiter.interrupted()) {
+      break;
     }
   }
   operation.waiters.fetch_sub(1, std::memory_order_relaxed);
@@ -211,6 +249,7 @@ void Group::finish_by(Operation& operation, Clock::time_point deadline) {
 }
 
 void Group::finish(Operation& op) {
+  if (op.recorded.ticks != 0) record_end(op);
   op.done.store(true, std::memory_order_release);
   // The waiting thread may be another thread of this process.
   host_->doorbell().ring();

@@ -77,6 +77,8 @@ class Group {
   bool advance(bool before_sleep = false);
   // Until the operation is done; it fails at its deadline. Gives up at `limit` and leaves the operation as it is.
   void wait(Operation& operation, Clock::time_point limit = Clock::time_point::max());
+  // The same, but sleeps first and also gives up at a signal.
+  void wait_asleep(Operation& operation, Clock::time_point limit);
   // The same for an operation without a deadline, without a call of the clock if it ends soon.
   void wait_briefly(Operation& operation, Clock::duration limit);
   // A few microseconds at most; true if the operation is done.
@@ -90,8 +92,11 @@ class Group {
   // Why this rank is about to close the group or to end, for the errors of the others. UTF-8; cut to reason_bytes - 1.
   void set_reason(const std::string& text);
   void close();
+  // Record operations under this name from now on.
+  void record_as(const std::string& name, int rank);
 
  private:
+  void wait(Operation& operation, Clock::time_point limit, FutexWaiter waiter, bool until_signal);
   bool look();
   bool step(Operation& op);
   bool detect_failures();
@@ -123,6 +128,8 @@ class Group {
   static bool readable(const Span& span);
 
   void finish(Operation& op);
+  void record_begin(Operation& op);
+  void record_end(const Operation& op);
   void fail(Failure failure);
   std::optional<Failure> find_failure(const Operation& op);
   std::string reason(int rank) const;
@@ -166,6 +173,8 @@ class Group {
   std::uint32_t departures_ = 0;
   std::optional<Failure> broken_;
   bool closed_ = false;
+  telemetry::OperationRecording recording_;
+  std::size_t messages_ = 0;  // under way and recorded
 };
 
 }  // namespace monarch

@@ -12,6 +12,7 @@
 
 #include "shm/futex_waiter.h"
 #include "shm/reduce.h"
+#include "telemetry/operation_recording.h"
 
 namespace monarch {
 
@@ -46,6 +47,7 @@ constexpr const CollectiveTraits& traits_of(Collective c) { return collective_tr
 constexpr const char* name_of(Collective c) { return traits_of(c).name; }
 constexpr bool has_root(Collective c) { return traits_of(c).has_root; }
 constexpr bool by_pieces(Collective c) { return traits_of(c).by_pieces; }
+constexpr bool is_point_to_point(Collective c) { return c == Collective::send || c == Collective::recv; }
 constexpr bool reduces(Collective c) { return traits_of(c).reduces; }
 
 // How the other ranks access the data that a rank contributes to an operation.
@@ -104,6 +106,7 @@ struct Operation {
   enum State { queued, entering, moving };
   State state = queued;
   std::uint64_t sequence = 0;
+  telemetry::OperationRecording::Started recorded;
   // Large ones: piece or vector bytes in a chunk; bytes of the stage that a chunk takes; where the first one lies.
   std::uint64_t width = 0, stride = 0, base = 0;
   std::uint64_t chunks = 0, filled = 0, reduced = 0, taken = 0;

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -39,10 +39,11 @@ from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from monarch_backend._core.limits import within
 from monarch_backend._core.torch_version import torch_version
 from monarch_backend.process_group import _own_address
 from monarch_backend.process_group._collective_specs import COLLECTIVES
-from monarch_backend.process_group._handshake import Deadline, within
+from monarch_backend.process_group._handshake import Deadline
 
 BackendType = dist.ProcessGroup.BackendType
 
@@ -120,6 +121,11 @@ def profiled(title: str, tensors: list[torch.Tensor]) -> AbstractContextManager[
 
 _NON_BLOCKING = frozenset(getattr(f, "__wrapped__", f).__code__ for f in (dist.isend, dist.irecv))
 _BLOCKING = frozenset(getattr(f, "__wrapped__", f).__code__ for f in (dist.send, dist.recv))
+
+
+def callers_of_messages() -> tuple[tuple[CodeType, ...], tuple[CodeType, ...]]:
+    """Return what `is_waited_for` looks for, for the compiled fast paths: code that waits, and code that it calls."""
+    return tuple(_BLOCKING), tuple(_NON_BLOCKING)
 
 
 def is_waited_for(caller: FrameType | None) -> bool:
@@ -320,15 +326,17 @@ def own_connection(store: Store) -> Store:
     return store.clone() if isinstance(inner, TCPStore) and hasattr(store, "clone") else store
 
 
-def close_gloo_links(gloo: Any, other: int) -> None:
+def close_gloo_links(gloo: Any) -> None:
     """End a Gloo group for all of its ranks: ranks that wait for this one get "connection closed" at once.
 
-    Gloo closes all connections of a group when a message times out. So this waits for a message from ``other`` that is
-    never sent. Gloo's ``abort`` does nothing.
+    Gloo closes all connections of a group when a message times out. So this waits for a message that is never sent.
+    A connection that is broken already fails at once and closes no other one, so each rank is tried.
     """
     nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-    with suppress(RuntimeError):
-        gloo.recv([nothing], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+    for other in range(gloo.size()):
+        if other != gloo.rank():
+            with suppress(RuntimeError):
+                gloo.recv([nothing], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
 
 
 _NOBODY_SENDS = (1 << 31) - 1  # a tag

@@ -113,6 +113,7 @@ class CollectiveSpec:
     `keywords`: arguments that may replace the options.
     `operation`: index in `OPERATIONS`; None if the method calls other collectives or messages.
     `fast_path`: True if a fast path of the core may take calls before any Python code (csrc/shm/python/fast_paths.h).
+    Messages have others: _shm/messages.py.
     `xla_remedy`: advice in the error if torch_xla's group lacks the collective.
     `xla_world_only`: True if torch_xla's group (2.9) is right only for a group of all ranks. Else it calls
     XLA for all ranks, or takes a rank of the group for a global rank.

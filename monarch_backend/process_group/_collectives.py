@@ -33,6 +33,7 @@ from monarch_backend.process_group import _c10d_internals, _cpu_arguments, _cpu_
 from monarch_backend.process_group._argument_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._hooks import AliasedOutputWork, CompletionHooks, DeferredWork
+from monarch_backend.process_group._host_guard import GuardedWork, HostGuard
 from monarch_backend.process_group._rdma import p2p_protocol
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm.shm_backend import SharedMemory, call_by_operator
@@ -64,6 +65,7 @@ class Collectives(dist.ProcessGroup):
     _hooks: CompletionHooks
     _kernel: Any = None  # CPU backend that torch finds where hooks must see operations that are not Gloo's
     _shm: SharedMemory | None  # replaces _inner["cpu"] where all ranks are on one host
+    _guard: HostGuard | None = None  # of a group with ranks on several hosts
     _rdma_p2p: RdmaP2P | None  # replaces it for large messages where hosts are connected by NICs
 
     @functools.cached_property
@@ -80,6 +82,7 @@ class Collectives(dist.ProcessGroup):
         """
         if not tensors:
             raise bad_argument(self, collective, "the list of tensors is empty", "Give at least one tensor.")
+        self._check_hosts()
         device = tensors[0].device.type
         inner = self._inner.get(device)
         if inner is None:
@@ -97,6 +100,17 @@ class Collectives(dist.ProcessGroup):
         if device == "cpu" and self._shm is not None and tensors[0].layout is torch.strided:
             inner = self._shm
         return inner, device == "cpu", use_dispatcher
+
+    def _check_hosts(self) -> None:
+        """Raise RankFailedError if a host of the group was lost."""
+        if self._guard is not None and (error := self._guard.error()) is not None:
+            raise error
+
+    def _guarded(self, work: Any, inner: Any, message_bytes: int | None = None) -> Any:
+        """Return the work for the caller of an operation on ``inner``: if Gloo's, one whose error names a lost host."""
+        if self._guard is None or inner is not self._inner.get("cpu"):
+            return work
+        return GuardedWork(work, self._guard, message_bytes)
 
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
         """Return the context of a `super()` call.
@@ -132,6 +146,8 @@ class Collectives(dist.ProcessGroup):
                 work = _cpu_validation.with_outputs(work, given, finish)
             if self._hooks:
                 self._hooks.follow(work, op_type)
+            if self._shm is None:
+                work = self._guarded(work, self._inner.get("cpu"))
         return work
 
     # Reductions -------------------------------------------------------------------------------------------
@@ -644,8 +660,8 @@ class Collectives(dist.ProcessGroup):
         tensors, inner, use_dispatcher = self._p2p("send", _listed(tensors), "destination", dstRank, tag)
         if use_dispatcher:
             with self._dispatched(inner, None):
-                return super().send(tensors, dstRank, tag)
-        return inner.send(tensors, dstRank, tag)
+                return self._guarded(super().send(tensors, dstRank, tag), inner, tensors[0].nbytes)
+        return self._guarded(inner.send(tensors, dstRank, tag), inner, tensors[0].nbytes)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         """Receive into one contiguous tensor from a rank of the group, for torch.distributed.recv and irecv.
@@ -655,20 +671,21 @@ class Collectives(dist.ProcessGroup):
         tensors, inner, use_dispatcher = self._p2p("recv", _listed(tensors), "source", srcRank, tag)
         if use_dispatcher:
             with self._dispatched(inner, None):
-                return super().recv(tensors, srcRank, tag)
-        return inner.recv(tensors, srcRank, tag)
+                return self._guarded(super().recv(tensors, srcRank, tag), inner, tensors[0].nbytes)
+        return self._guarded(inner.recv(tensors, srcRank, tag), inner, tensors[0].nbytes)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive from the first rank that sends, for torch.distributed.recv without a source."""
         tensors, inner, use_dispatcher = self._p2p("recv", _listed(tensors), "source", None, tag)
         if use_dispatcher:
             with self._dispatched(inner, None):
-                return super().recv_anysource(tensors, tag)
-        return inner.recv_anysource(tensors, tag)
+                return self._guarded(super().recv_anysource(tensors, tag), inner, tensors[0].nbytes)
+        return self._guarded(inner.recv_anysource(tensors, tag), inner, tensors[0].nbytes)
 
     @call_forms
     def barrier(self, opts: Any) -> Any:
         """Wait for all ranks, on the device that the options name, else on the CPU; for torch.distributed.barrier."""
+        self._check_hosts()
         device = self._barrier_device(opts)
         inner = self._inner.get(device)
         if inner is None:

@@ -259,7 +259,8 @@ def test_works_of_a_fast_path_have_one_user() -> None:
     watches, profiler = [lambda: False], {"_is_profiler_enabled": False}
     torch: tuple[object, ...] = FakeTensor, FakeTensor, "strided", "sum", {}, {"uint8": U8}, watches, profiler
     method = ALL_REDUCE, IN_PLACE, owner, "all_reduce", FakeOptions
-    path = group.fast_path(*method, FakeWork, lambda *_: "failed", lambda *_: "pending", lambda _: TIMEOUT_S, torch)
+    calls_back = lambda *_: "failed", lambda *_: "pending", lambda _: TIMEOUT_S
+    path = group.fast_path(*method, FakeWork, *calls_back, None, _native.Engine(host), torch)
     options, calls = FakeOptions(), 2000
 
     def call(_: int) -> int:

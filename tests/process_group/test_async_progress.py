@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import signal
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -155,7 +158,87 @@ def _interpreted(rank: int) -> dict[str, list[str]]:
     return ran
 
 
-def test_small_asynchronous_calls_run_no_python_function_except_wait() -> None:
+def test_small_asynchronous_calls_run_no_python_function() -> None:
     for ran in run_ranks(_interpreted, 2):
-        assert ran == {name: ["wait"] for name in ran}
+        assert ran == {name: [] for name in ran}
         assert len(ran) == 5
+
+
+def _interpreted_large(_: int) -> list[str]:
+    x = torch.zeros(LARGE)
+
+    def call() -> None:
+        dist.all_reduce(x, async_op=True).wait()
+
+    call()
+    return min((_functions_of(call) for _ in range(20)), key=len)
+
+
+def test_large_asynchronous_calls_run_python_only_for_the_time_limit() -> None:
+    assert run_ranks(_interpreted_large, 2) == [["_seconds", "timeout_of", "peel"]] * 2
+
+
+def _without_a_limit(rank: int, size: int) -> list[float]:
+    """Each wait has a timeout of zero, as those of C++ callers: no time limit."""
+    x = torch.full((size,), rank + 1.0)
+    work = dist.all_reduce(x, async_op=True)
+    assert work.wait(timedelta(0)) and work.wait(timedelta(0)) and work.wait(timedelta(seconds=1))
+    return [x.min().item(), x.max().item()]
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+def test_a_timeout_of_zero_is_no_time_limit(size: int) -> None:
+    assert run_ranks(_without_a_limit, 2, size) == [[3.0, 3.0]] * 2
+
+
+def _interrupted_wait(rank: int) -> list[float]:
+    """A signal's handler raises while rank 0 waits. The operation goes on."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    x = torch.full((LARGE,), rank + 1.0)
+    if rank == 1:
+        _store().wait(["interrupted"], PATIENCE)
+        dist.all_reduce(x)
+        return [x.min().item(), x.max().item()]
+    work = dist.all_reduce(x, async_op=True)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert time.monotonic() - start < 20  # the group's time limit is 60 s
+    _store().set("interrupted", "1")
+    work.wait()
+    return [x.min().item(), x.max().item()]
+
+
+def test_interrupt_ends_the_wait_for_a_large_operation() -> None:
+    assert run_ranks(_interrupted_wait, 2) == [[3.0, 3.0]] * 2
+
+
+def _interrupted_before_its_future(rank: int) -> list[float]:
+    """An interrupt comes between the end of a wait and the completion of the future."""
+    x = torch.full((LARGE,), rank + 1.0)
+    if rank == 1:
+        _store().wait(["called"], PATIENCE)
+        dist.all_reduce(x)
+        return [x.min().item(), x.max().item()]
+    work = dist.all_reduce(x, async_op=True)
+    future = work.get_future()
+    settle, calls = shm_backend.ShmWork._settle, 0
+
+    def interrupted(self: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyboardInterrupt
+        settle(self)
+
+    shm_backend.ShmWork._settle = interrupted  # type: ignore[method-assign]
+    _store().set("called", "1")
+    with contextlib.suppress(KeyboardInterrupt):  # none if the progress thread was first
+        work.wait()
+    future.wait()
+    return [x.min().item(), x.max().item()]
+
+
+def test_future_completes_after_an_interrupt_at_the_end_of_a_wait() -> None:
+    assert run_ranks(_interrupted_before_its_future, 2) == [[3.0, 3.0]] * 2

@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from monarch_backend import CollectiveArgumentError, CollectiveMismatchError, RankFailedError
 from monarch_backend.process_group import MonarchProcessGroup, _process_group
 from monarch_backend.process_group._collective_specs import with_fast_path
-from monarch_backend.process_group._shm import shm_backend
+from monarch_backend.process_group._shm import messages, shm_backend
 from tests.support.collective_references import REFERENCES, arguments, given_by, options
 from tests.support.ranks import RankFailedError as DeadRank
 from tests.support.ranks import run_ranks
@@ -76,9 +76,9 @@ def _functions_of(call: Callable[[], Any]) -> list[str]:
     return ours
 
 
-def test_common_calls_run_no_python_function_except_wait() -> None:
+def test_common_calls_run_no_python_function() -> None:
     for ran in run_ranks(_interpreted, 2):
-        assert ran == {name: ["wait"] for name in ran}
+        assert ran == {name: [] for name in ran}
         assert len(ran) == 9
 
 
@@ -257,9 +257,8 @@ def _watchers(_rank: int) -> tuple[int, int]:
 
 def test_hooks_and_close_disable_fast_paths() -> None:
     for many, none in run_ranks(_watchers, 2):
-        assert many == sum(
-            isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name, _ in with_fast_path()
-        )
+        names = [*messages.KINDS, *(name for name, _ in with_fast_path())]
+        assert many == sum(isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name in names)
         assert none == 0
 
 

@@ -6,12 +6,12 @@
 #include <pybind11/stl.h>
 
 #include <array>
-#include <mutex>
 #include <tuple>
 
-#include "gil_mutex.h"
 #include "shm/engine.h"
 #include "shm/python/fast_paths.h"
+#include "shm/python/messages.h"
+#include "shm/python/work_wait.h"
 
 namespace py = pybind11;
 
@@ -67,14 +67,6 @@ std::shared_ptr<Operation> make_message(bool send, int dtype, int other, int tag
   return operation;
 }
 
-// The owner's reference may end on another thread at the same time, and outside of the lock.
-void forget(Operation& operation) {
-  static GilMutex forgetting;
-  std::shared_ptr<void> kept;
-  const std::lock_guard lock(forgetting);
-  kept.swap(operation.keep);
-}
-
 // Call Python's callback at an operation's end. No code could catch its exceptions.
 std::function<void()> reporting(std::function<void()> then) {
   return [then = std::move(then)] {
@@ -117,6 +109,9 @@ py::tuple collectives() {
 
 void bind_shared_memory(py::module_& m) {
   set_up_fast_paths();
+  set_up_messages();
+  set_up_work_wait();
+  m.def("work_wait", &make_work_wait, "`wait` for a class of works of fast paths, see csrc/shm/python/work_wait.h.");
   m.def("collectives", &collectives, "Of each collective the name, whether it has a root, and whether it reduces.");
   py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer", "Another process of this host, alive or not.");
 
@@ -162,10 +157,18 @@ void bind_shared_memory(py::module_& m) {
            })
       .def("fast_path",
            [](std::shared_ptr<Group> group, int collective, int form, py::object owner, std::string name, py::object options,
-              py::object work, py::object failed, py::object pending, py::object seconds, const py::tuple& torch) {
-             const TorchNames names{torch[0], torch[1], torch[2], torch[3], torch[4], torch[5], torch[6], torch[7]};
+              py::object work, py::object failed, py::object pending, py::object seconds, py::object backend, py::object engine,
+              const py::tuple& torch) {
              return make_fast_path({std::move(group), static_cast<Collective>(collective), static_cast<Form>(form), std::move(owner),
-                                   std::move(name), std::move(options), std::move(work), std::move(failed), std::move(pending), std::move(seconds), names});
+                                   std::move(name), std::move(options), std::move(work), std::move(failed), std::move(pending),
+                                   std::move(seconds), std::move(backend), std::move(engine), TorchNames(torch)});
+           })
+      .def("message_path",
+           [](std::shared_ptr<Group> group, int kind, py::object owner, std::string name, py::object work, py::object failed,
+              py::object seconds, py::object backend, py::object engine, py::tuple waiting, py::tuple passing, const py::tuple& torch) {
+             return make_message_path({std::move(group), static_cast<MessageKind>(kind), std::move(owner), std::move(name), std::move(work),
+                                      std::move(failed), std::move(seconds), std::move(backend), std::move(engine), std::move(waiting),
+                                      std::move(passing), TorchNames(torch)});
            })
       .def("begin",
            [](Group& group, int collective, int dtype, int op, int root, std::uint64_t bytes, const Addresses& in,
@@ -182,6 +185,7 @@ void bind_shared_memory(py::module_& m) {
            },
            Release())
       .def_property_readonly("sequence", &Group::sequence)
+      .def("record_as", &Group::record_as, py::arg("name"), py::arg("rank"))
       .def("message",
            [](Group& group, bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes, py::object owner) {
              auto operation = make_message(send, dtype, other, tag, address, bytes, group.size());

@@ -1,11 +1,8 @@
 #include "shm/python/fast_paths.h"
 
-#include <structmember.h>
-
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <cstddef>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -20,10 +17,9 @@ namespace {
 
 // Names of attributes, made once for all fast paths, by set_up_fast_paths. Never freed, because the interpreter may end first.
 struct Names {
-  py::str is_cpu{"is_cpu"}, layout{"layout"}, dtype{"dtype"}, is_contiguous{"is_contiguous"}, is_neg{"is_neg"},
-      data_ptr{"data_ptr"}, nbytes{"nbytes"}, shape{"shape"}, async_op{"asyncOp"}, reduce_op{"reduceOp"}, op{"op"},
-      root_rank{"rootRank"}, root_tensor{"rootTensor"}, device{"device"}, device_ids{"device_ids"}, type{"type"}, cpu{"cpu"}, opts{"opts"},
-      is_profiler_enabled{"_is_profiler_enabled"}, outputs{"_outputs"};
+  py::str shape{"shape"}, async_op{"asyncOp"}, reduce_op{"reduceOp"}, op{"op"}, root_rank{"rootRank"}, root_tensor{"rootTensor"},
+      device{"device"}, device_ids{"device_ids"}, type{"type"}, cpu{"cpu"}, opts{"opts"}, outputs{"_outputs"},
+      operation{"_operation"}, group{"_group"}, engine{"_engine"}, deferred{"_deferred"};
 };
 
 const Names& names() {
@@ -31,67 +27,18 @@ const Names& names() {
   return *all;
 }
 
-py::object get(PyObject* from, const py::str& name) {
-  PyObject* value = PyObject_GetAttr(from, name.ptr());
-  if (value == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(value);
-}
-
-py::object ask(PyObject* whom, const py::str& method) {
-  PyObject* value = PyObject_CallMethodNoArgs(whom, method.ptr());
-  if (value == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(value);
-}
-
-std::uint64_t number(const py::object& value) {
-  const unsigned long long result = PyLong_AsUnsignedLongLong(value.ptr());
-  if (result == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return result;
-}
-
-bool is_list_of(PyObject* list, Py_ssize_t count) { return PyList_CheckExact(list) && PyList_GET_SIZE(list) == count; }
-
-// The only item of a list; empty if it is no such list.
-py::object only_item_of(PyObject* list) {
-  return is_list_of(list, 1) ? py::reinterpret_steal<py::object>(new_reference_to_item(list, 0)) : py::object();
-}
-
-// Without a GIL, another thread may get a reference to an object of pybind11 at any time.
-#if defined(Py_GIL_DISABLED)
-constexpr bool reuses_works = false;
-#else
-constexpr bool reuses_works = true;
-#endif
-
-struct Plain {
-  std::uintptr_t address;
-  std::uint64_t bytes;
-  PyObject* dtype;  // lives as long as torch
-};
-
-class Caller {
+class Caller : public CompiledMethod {
  public:
   explicit Caller(FastPath fast_path)
-      : its_(std::move(fast_path)), n_(static_cast<std::uint64_t>(its_.group->size())), owner_(its_.owner), method_(its_.name) {
+      : CompiledMethod(fast_path.owner, fast_path.name),
+        its_(std::move(fast_path)),
+        engine_(its_.engine.cast<Engine&>()),
+        n_(static_cast<std::uint64_t>(its_.group->size())) {
     its_.owner = py::none();  // which holds us
   }
 
-  PyObject* call(PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
-    auto result = ended_.load(std::memory_order_relaxed) ? std::nullopt : in_short(args, count, keywords);
-    return result ? result->release().ptr() : at_length(args, count, keywords);
-  }
-  void end() { ended_.store(true, std::memory_order_relaxed); }
-
-  // The method that this replaces.
-  py::object method() const {
-    const py::object owner = owner_();
-    if (owner.is_none()) throw py::type_error("the process group of this method is gone");
-    return py::reinterpret_steal<py::object>(PyMethod_New(get(reinterpret_cast<PyObject*>(Py_TYPE(owner.ptr())), method_).ptr(), owner.ptr()));
-  }
-
  private:
-  // The result; nothing if the method must handle the call.
-  std::optional<py::object> in_short(PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  std::optional<py::object> in_short(PyObject* const* args, Py_ssize_t count, PyObject* keywords) override {
     constexpr std::array<Py_ssize_t, 5> counts{2, 3, 3, 5, 1};  // of arguments, by form
     if (keywords != nullptr) {
       const bool only_opts = its_.form == Form::nothing && count == 0 && PyTuple_GET_SIZE(keywords) == 1;
@@ -102,7 +49,7 @@ class Caller {
     PyObject* const opts = args[count - 1];
     if (reinterpret_cast<PyObject*>(Py_TYPE(opts)) != its_.options.ptr()) return std::nullopt;
     PyObject* const is_async = get(opts, names().async_op).ptr();  // True and False are never freed
-    if ((is_async != Py_False && is_async != Py_True) || watched()) return std::nullopt;
+    if ((is_async != Py_False && is_async != Py_True) || its_.torch.watched()) return std::nullopt;
     Tensors tensors;
     const auto operation = std::make_shared<Operation>();
     const bool same = its_.form == Form::nothing ? on_cpu(opts) : read(args, *operation, tensors);
@@ -110,7 +57,7 @@ class Caller {
     const py::object options = py::reinterpret_borrow<py::object>(opts);
     if (is_async == Py_True) return start(operation, tensors, options);
     const auto failed = run_to_end(*its_.group, operation, its_.seconds, options);
-    return failed ? its_.failed(failed, tensors.shown()) : work(tensors, *operation);
+    return failed ? its_.failed(failed, tensors.shown()) : work(*operation, state_of(tensors));
   }
 
   // References of our own: while the operation runs, other threads of Python may change the lists that were given.
@@ -123,26 +70,50 @@ class Caller {
       return list;
     }
     py::list shown() const { return list_of(outputs); }
+    std::shared_ptr<void> owners() const { return shared_reference(py::make_tuple(list_of(all), shown())); }
   };
 
   py::object start(const std::shared_ptr<Operation>& operation, const Tensors& tensors, const py::object& options) {
+    if (!its_.group->is_small(*operation) && get(its_.backend.ptr(), names().deferred).is_none()) {
+      return start_large(operation, tensors, options);
+    }
     const bool is_small = begin(*its_.group, operation);
     if (!operation->done.load(std::memory_order_acquire)) {
-      operation->keep = shared_reference(py::make_tuple(Tensors::list_of(tensors.all), tensors.shown()));
+      operation->keep = tensors.owners();
       return its_.pending(operation, tensors.shown(), options, is_small);
     }
-    return operation->failure ? its_.failed(operation, tensors.shown()) : work(tensors, *operation);
+    return operation->failure ? its_.failed(operation, tensors.shown()) : work(*operation, state_of(tensors));
+  }
+
+  // An operation that is not tried in the call. The time limit comes first: if a signal's handler raises there, nothing was
+  // called.
+  py::object start_large(const std::shared_ptr<Operation>& operation, const Tensors& tensors, const py::object& options) {
+    operation->deadline = after(its_.seconds(options).cast<double>());
+    operation->keep = tensors.owners();
+    {
+      const py::gil_scoped_release release;
+      its_.group->submit(operation);
+      engine_.submit_async(its_.group, operation, nullptr);
+    }
+    py::dict state = state_of(tensors);
+    state[names().group] = its_.backend;
+    state[names().operation] = py::cast(operation);
+    state[names().engine] = its_.engine;
+    return work(*operation, state);
+  }
+
+  static py::dict state_of(const Tensors& tensors) {
+    py::dict state;
+    state[names().outputs] = tensors.shown();
+    return state;
   }
 
   // Making a work costs as much as the operation. So works of small tensors are kept and used again, without their
   // earlier state, once no other reference exists.
-  py::object work(const Tensors& tensors, const Operation& operation) {
-    constexpr std::uint64_t small = 64 << 10;
-    const bool keeps = reuses_works && operation.header.bytes * n_ <= small && its_.form != Form::exchange;
+  py::object work(const Operation& operation, const py::dict& state) {
+    const bool keeps = reuses_works && operation.header.bytes * n_ <= most_kept_bytes && its_.form != Form::exchange;
     const bool again = keeps && spare_ && Py_REFCNT(spare_.ptr()) == 1;
     py::object work = again ? spare_ : its_.work();
-    py::dict state;
-    state[names().outputs] = tensors.shown();
     if (PyObject_GenericSetDict(work.ptr(), state.ptr(), nullptr) != 0) throw py::error_already_set();
     if (keeps) spare_ = work;
     return work;
@@ -173,7 +144,7 @@ class Caller {
     }
     tensors.outputs.push_back(py::reinterpret_borrow<py::object>(out));
     if (form == Form::exchange && !(is_list_of(args[2], 0) && is_list_of(args[3], 0) && rows(out) && rows(in))) return false;
-    const auto to = plain(out), from = in == out ? to : plain(in);
+    const auto to = its_.torch.plain(out), from = in == out ? to : its_.torch.plain(in);
     const bool scatters = its_.collective == Collective::reduce_scatter, gathers = its_.collective == Collective::all_gather;
     if (!to || !from || to->dtype != from->dtype || to->bytes * (scatters ? n_ : 1) != from->bytes * (gathers ? n_ : 1)) return false;
     if (form != Form::in_place && meet(*from, *to) && !in_slot(*from, *to)) return false;
@@ -181,20 +152,20 @@ class Caller {
     operation.in = pieces(*from, scatters || exchanges ? n_ : 1);
     operation.out = pieces(*to, gathers || exchanges ? n_ : 1);
     operation.header.bytes = exchanges ? 0 : gathers ? from->bytes : to->bytes;
-    return set_dtype(to->dtype, operation);
+    return its_.torch.set_dtype(to->dtype, operation.header);
   }
 
   bool read_row(const std::vector<py::object>& row, PyObject* in, Operation& operation) const {
-    const auto from = plain(in);
+    const auto from = its_.torch.plain(in);
     if (!from) return false;
     operation.in = pieces(*from, 1);
     for (const py::object& out : row) {
-      const auto to = plain(out.ptr());
+      const auto to = its_.torch.plain(out.ptr());
       if (!to || to->dtype != from->dtype || to->bytes != from->bytes) return false;
       operation.out.push_back({reinterpret_cast<char*>(to->address), to->bytes});
     }
     operation.header.bytes = from->bytes;
-    return are_apart(operation) && set_dtype(from->dtype, operation);
+    return are_apart(operation) && its_.torch.set_dtype(from->dtype, operation.header);
   }
 
   // Whether two ranges share memory. The method knows what is to be done then (process_group/_overlap.py).
@@ -224,12 +195,6 @@ class Caller {
     std::vector<Span> result(n);
     for (std::uint64_t i = 0; i < n; ++i) result[i] = {reinterpret_cast<char*>(tensor.address) + i * (tensor.bytes / n), tensor.bytes / n};
     return result;
-  }
-
-  bool set_dtype(PyObject* dtype, Operation& operation) const {
-    PyObject* const code = PyDict_GetItem(its_.torch.dtypes.ptr(), dtype);  // a dict that does not change
-    if (code != nullptr) operation.header.dtype = static_cast<Dtype>(PyLong_AsLong(code));
-    return code != nullptr;
   }
 
   // Read the options; false if they need the method.
@@ -266,111 +231,16 @@ class Caller {
 
   // Whether each rank has as many rows of it.
   bool rows(PyObject* tensor) const {
-    if (!is_plain(tensor)) return false;
+    if (!its_.torch.is_plain(tensor)) return false;
     const py::object shape = get(tensor, names().shape);
     return PyTuple_Check(shape.ptr()) && PyTuple_GET_SIZE(shape.ptr()) != 0 && PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape.ptr(), 0)) % n_ == 0;
   }
 
-  bool is_plain(PyObject* tensor) const {
-    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-    return type == its_.torch.tensor.ptr() || type == its_.torch.parameter.ptr();
-  }
-
-  std::optional<Plain> plain(PyObject* tensor) const {
-    if (!is_plain(tensor)) return std::nullopt;
-    if (get(tensor, names().is_cpu).ptr() != Py_True || get(tensor, names().layout).ptr() != its_.torch.strided.ptr()) return std::nullopt;
-    if (ask(tensor, names().is_contiguous).ptr() != Py_True || ask(tensor, names().is_neg).ptr() != Py_False) return std::nullopt;
-    const Plain found{number(ask(tensor, names().data_ptr)), number(get(tensor, names().nbytes)), get(tensor, names().dtype).ptr()};
-    return found.address == 0 && found.bytes != 0 ? std::nullopt : std::optional(found);
-  }
-
-  bool watched() const {
-    for (const py::handle watch : its_.torch.watches) {
-      if (watch().cast<bool>()) return true;
-    }
-    return PyDict_GetItem(its_.torch.profiler.ptr(), names().is_profiler_enabled.ptr()) != Py_False;  // only compared
-  }
-
-  PyObject* at_length(PyObject* const* args, Py_ssize_t count, PyObject* keywords) const {
-    return PyObject_Vectorcall(method().ptr(), args, static_cast<std::size_t>(count), keywords);
-  }
-
   FastPath its_;
+  Engine& engine_;
   std::uint64_t n_;
-  py::weakref owner_;
-  py::str method_;
   py::object spare_;
-  std::atomic<bool> ended_{false};
 };
-
-// A type of its own: a built-in function in the place of an override would mean to pybind11 that there is none, and C++
-// callers of the group would miss the method.
-struct Callable {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
-  Caller* caller;
-};
-
-// Python's exceptions for C++'s.
-template <class Body>
-PyObject* guarded(Body&& body) {
-  try {
-    return body();
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-Caller& caller_of(PyObject* self) { return *reinterpret_cast<Callable*>(self)->caller; }
-
-PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObject* keywords) {
-  return guarded([&] { return caller_of(self).call(args, PyVectorcall_NARGS(count), keywords); });
-}
-
-PyObject* end(PyObject* self, PyObject*) {
-  caller_of(self).end();
-  Py_RETURN_NONE;
-}
-
-// All other attributes are the method's: its name, its documentation, and by `__wrapped__` its signature.
-PyObject* attribute(PyObject* self, PyObject* name) {
-  return guarded([&]() -> PyObject* {
-    const std::string text = py::str(name);
-    if (text == "__wrapped__") return caller_of(self).method().release().ptr();
-    if (text == "end" || text == "__class__") return PyObject_GenericGetAttr(self, name);
-    return PyObject_GetAttr(caller_of(self).method().ptr(), name);
-  });
-}
-
-void free_callable(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  delete reinterpret_cast<Callable*>(self)->caller;
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyTypeObject* callable_type = nullptr;
-
-PyTypeObject* make_callable_type() {
-  static PyMemberDef members[] = {
-      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Callable, vectorcall), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
-  static PyMethodDef methods[] = {{"end", end, METH_NOARGS, "From now on every call takes the method."}, {nullptr, nullptr, 0, nullptr}};
-  static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-                                {Py_tp_dealloc, reinterpret_cast<void*>(free_callable)},
-                                {Py_tp_members, members},
-                                {Py_tp_methods, methods},
-                                {Py_tp_getattro, reinterpret_cast<void*>(attribute)},
-                                {0, nullptr}};
-  static PyType_Spec spec{"monarch_backend._native.FastPath", sizeof(Callable), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-  auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  if (type == nullptr) throw py::error_already_set();
-  return type;
-}
 
 }  // namespace
 
@@ -385,6 +255,14 @@ bool begin(Group& group, const std::shared_ptr<Operation>& operation) {
   group.submit(operation);
   if (is_small) group.spin(*operation);
   return is_small;
+}
+
+// The owner's reference may end on another thread at the same time, and outside of the lock.
+void forget(Operation& operation) {
+  static GilMutex forgetting;
+  std::shared_ptr<void> kept;
+  const std::lock_guard lock(forgetting);
+  kept.swap(operation.keep);
 }
 
 std::shared_ptr<void> shared_reference(py::object object) {
@@ -423,16 +301,9 @@ std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> o
 
 void set_up_fast_paths() {
   names();
-  callable_type = make_callable_type();
+  set_up_compiled_methods();
 }
 
-py::object make_fast_path(FastPath fast_path) {
-  auto caller = std::make_unique<Caller>(std::move(fast_path));
-  auto* const self = reinterpret_cast<Callable*>(callable_type->tp_alloc(callable_type, 0));
-  if (self == nullptr) throw py::error_already_set();
-  self->vectorcall = call;
-  self->caller = caller.release();
-  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
-}
+py::object make_fast_path(FastPath fast_path) { return make_callable(std::make_unique<Caller>(std::move(fast_path))); }
 
 }  // namespace monarch

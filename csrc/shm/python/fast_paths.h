@@ -10,20 +10,10 @@
 
 #include <pybind11/pybind11.h>
 
-#include "shm/group.h"
+#include "shm/engine.h"
+#include "shm/python/compiled_method.h"
 
 namespace monarch {
-
-// What it must know of torch (which this library is built without), from process_group/_c10d_internals.py.
-struct TorchNames {
-  pybind11::object tensor, parameter;  // the types of plain tensors
-  pybind11::object strided;            // the layout
-  pybind11::object sum;                // the ReduceOp
-  pybind11::dict ops;                  // value of any ReduceOp.RedOpType -> ReduceOp
-  pybind11::dict dtypes;               // dtype -> Dtype, of those that the core takes as they are
-  pybind11::list watches;              // callables that return false while torch's dispatcher has no observers
-  pybind11::dict profiler;             // a module's, with `_is_profiler_enabled`
-};
 
 // The arguments of a method, before the options.
 enum class Form : std::uint8_t {
@@ -42,10 +32,12 @@ struct FastPath {
   pybind11::object owner;
   std::string name;
   pybind11::object options;
-  pybind11::object work;     // a class: work() is the work of an operation that has ended well, with its `_outputs` to be set
-  pybind11::object failed;   // failed(operation, outputs): the work of one that has not
+  pybind11::object work;     // a class: work() is the work of an operation, with its state to be set
+  pybind11::object failed;   // failed(operation, outputs): the work of one that has failed
   pybind11::object pending;  // pending(operation, outputs, options, is_small): the work of an asynchronous one that is not done
   pybind11::object seconds;  // seconds(options): the time limit
+  pybind11::object backend;  // the `_group` of works; its `_deferred` is None or an operation that `pending` must see
+  pybind11::object engine;
   TorchNames torch;
 };
 pybind11::object make_fast_path(FastPath fast_path);
@@ -62,6 +54,9 @@ std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> o
 // Submit an asynchronous operation. A small one is tried for some microseconds: it is done at once if the other ranks have
 // called it, too. Return whether it is small: then the other ranks need nothing more of this one. Call with the GIL.
 bool begin(Group& group, const std::shared_ptr<Operation>& operation);
+
+// Drop what an operation that is done keeps.
+void forget(Operation& operation);
 
 // A reference that may end on any thread.
 std::shared_ptr<void> shared_reference(pybind11::object object);

@@ -122,7 +122,11 @@ std::shared_ptr<Pending> RankDriver::start(const Step& step, double seconds, boo
   if (asynchronous) {
     group.submit(pending->operation);
     may_defer = may_defer && !step.is_message() && group.is_small(*pending->operation);
-    if (may_defer) group.spin(*pending->operation);
+    if (may_defer) {
+      group.spin(*pending->operation);
+    } else if (step.is_message()) {
+      group.advance();
+    }
     if (deferred && !deferred->operation->done.load(std::memory_order_acquire)) {
       if (!deferred->has_engine) hand_over(*deferred);
       may_defer = false;
@@ -151,7 +155,13 @@ void RankDriver::wait(Pending& pending, Random& random) {
     if (!pending.has_engine) hand_over(pending);
     pending.completion->await();
   } else if (means == 1) {
-    while (!op.done.load(std::memory_order_acquire)) group.wait(op, in_seconds(0.0005));
+    while (!op.done.load(std::memory_order_acquire)) {
+      if (pending.step.is_message()) {
+        group.wait_asleep(op, in_seconds(0.0005));
+      } else {
+        group.wait(op, in_seconds(0.0005));
+      }
+    }
   } else {
     group.wait(op);
     if (means == 2 && engine_->take_back(op)) pending.completion->call();  // which counts the calls

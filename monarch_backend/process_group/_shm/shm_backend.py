@@ -7,9 +7,11 @@ torch's own backends, so that a group can use either.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -19,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from monarch_backend import _native
+from monarch_backend._core import platform
 from monarch_backend.process_group import _c10d_internals, _collective_specs, _cpu_validation
 from monarch_backend.process_group._collective_specs import (
     ALL_GATHER,
@@ -72,7 +76,7 @@ _BYTES = len(_DTYPES)
 _OPS = {name: code for code, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), 1)}
 _MOVES = 0
 
-_FOR_EVER = timedelta(0)  # c10d's C++ default: this wait has no timeout of its own
+_NO_TIMEOUT = timedelta(0)  # c10d's C++ default: this wait has no timeout of its own
 
 
 # Dtypes that fast paths accept, because _cpu_validation.py changes nothing about tensors of these.
@@ -100,7 +104,6 @@ class ShmWork(dist.Work):
     _finish: Callable[[], object] | None = None
     _keep: object = None
     _future: Future[list[Tensor]] | None = None
-    _settled = False
     _error: BaseException | None = None
     _lock = threading.RLock()
 
@@ -123,7 +126,7 @@ class ShmWork(dist.Work):
                 except Exception as error:  # of an earlier operation that belongs to the same call
                     self._error = error
 
-    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait until the operation is done; raises its error, or CollectiveTimeoutError after ``timeout``."""
         if self._operation is not None:
             seconds = timeout.total_seconds() or 3e7
@@ -187,11 +190,10 @@ class ShmWork(dist.Work):
         self._settle()
 
     def _settle(self) -> None:
-        with self._lock:
-            settled, self._settled = self._settled, self._settled or self._future is not None
-            if settled or self._future is None:
-                return
-        self._done.set_result(None)  # not under the lock, because it runs the caller's callbacks
+        """Complete the future, if there is one. Several threads may, and again after an interrupt."""
+        if self._future is not None and not self._done.done():
+            with suppress(RuntimeError):  # another thread has just done it
+                self._done.set_result(None)
 
 
 @_c10d_internals.hide_from_dynamo
@@ -216,13 +218,14 @@ class AsyncWork(ShmWork):
                 engine.submit_async(self._group.native, self._operation, self.ended)
                 self._engine = engine
 
-    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         try:
             return super().wait(timeout)
         finally:
             engine = self._engine
-            if engine is not None and self._operation.done and engine.take_back(self._operation):
-                self._settle()
+            if engine is not None and self._operation.done:
+                self._settle()  # first: after an interrupt here the progress thread still does it
+                engine.take_back(self._operation)
 
     def is_completed(self) -> bool:
         if not self._operation.done and not self._group.native.poll(self._operation):
@@ -238,14 +241,26 @@ class AsyncWork(ShmWork):
         self._operation.forget()
 
 
-class _Done(ShmWork):
-    """Completed operation. Fast paths make it and set its outputs without running Python."""
+class FastPathWork(AsyncWork):
+    """Operation under way, or one that is done. Fast paths make it and set its state without running Python.
+
+    An operation that is done has no ``_operation`` here. The progress thread has another one, without a callback.
+    """
 
     __init__ = dist.Work.__init__
     _group: Any = None
 
-    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:  # noqa: ARG002
-        return True
+    wait = _native.work_wait()
+    wait_at_length = AsyncWork.wait
+
+    def is_completed(self) -> bool:
+        """True once the operation has ended, with an error or without."""
+        return self._operation is None or super().is_completed()
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._operation is not None and self._engine.take_back(self._operation):
+                self._engine.submit_async(self._group.native, self._operation, self.ended)
 
 
 def _contiguous(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], object] | None]:
@@ -311,6 +326,7 @@ class SharedMemory:
         # A small operation that is not done needs only this rank, so no thread moves it until the next one is called.
         self._deferred: AsyncWork | None = None
         self._deferring = threading.Lock()
+        self.name = ""  # the group's name in recordings
         self.closed_why = ""  # set before it is closed
         self.failed = False  # a rank ended or was late
 
@@ -319,9 +335,22 @@ class SharedMemory:
         return int(self.native.sequence)
 
     def error(self, failure: tuple[str, int, str]) -> Exception:
+        kind, rank, text = failure
+        if kind == "late" and rank >= 0 and text.startswith("did not ") and not self.failed:
+            failure = kind, rank, text + self._place_of(rank)
         error = explained(failure, self._members, self._rank, self.closed_why)
         self.failed |= isinstance(error, (RankFailedError, CollectiveTimeoutError))
         return error
+
+    def _place_of(self, rank: int) -> str:
+        """Return "; it is at train.py:33 in load", or nothing for a rank of another host or without a recording."""
+        found = re.search(r"pid (\d+)$", self._members[rank])
+        if found is None or not platform.HAS_MEMFD:
+            return ""
+        from monarch_backend._telemetry import late_ranks
+
+        place = late_ranks.place_of_rank(self.name, rank, int(found[1]))
+        return f"; it is {place}" if place else ""
 
     def _run(
         self,
@@ -405,10 +434,12 @@ class SharedMemory:
                 owner,
                 name,
                 spec.options,
-                _Done,
+                FastPathWork,
                 self._failed,
                 self._pending,
                 self._seconds,
+                self,
+                self._engine(),
                 names,
             )
         return found
