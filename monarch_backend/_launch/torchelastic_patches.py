@@ -20,8 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -30,7 +32,9 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.utils import _delay
 from torch.distributed.launcher import api as launcher
 
-from monarch_backend._core import env, platform
+from monarch_backend._core import env, host_watch, platform
+from monarch_backend._core.limits import within
+from monarch_backend._launch.peer_launchers import STORE_TIMEOUT_S, PeerLaunchers
 from monarch_backend._launch.rank_processes import RankProcess, Ranks
 
 _log = logging.getLogger("monarch_backend")
@@ -145,6 +149,89 @@ class Agent(LocalElasticAgent):
         self._interval: float = spec.monitor_interval
         spec.monitor_interval = 0.0
         self._ends = _Ends()
+        self._watch = host_watch.HostWatch()
+        self._peers: PeerLaunchers | None = None
+        self._had_peers = False
+        self._bound_calls(spec.rdzv_handler)
+
+    def _bound_calls(self, handler: Any) -> None:
+        """Let calls to the rendezvous end without its store, which may be on a host that is cut off.
+
+        torch waits a minute for an answer of the store. Both calls are only advice: whether a node wants to join, and
+        that this one leaves.
+        """
+        if not host_watch.silence():
+            return
+        pending = threading.Lock()
+
+        def waiting() -> int:
+            with pending:
+                return int(count())
+
+        def num_nodes_waiting() -> int:
+            if self._peers is None:
+                return int(count())
+            if pending.locked():
+                return 0
+            with contextlib.suppress(TimeoutError):
+                return within(STORE_TIMEOUT_S, waiting, thread_name="monarch_nodes_waiting")
+            return 0
+
+        def shutdown() -> bool:
+            if not self._had_peers:
+                return bool(end())
+            with contextlib.suppress(TimeoutError):
+                return within(STORE_TIMEOUT_S, lambda: bool(end()), thread_name="monarch_leave_rendezvous")
+            return False
+
+        count, end = handler.num_nodes_waiting, handler.shutdown
+        handler.num_nodes_waiting, handler.shutdown = num_nodes_waiting, shutdown
+
+    def run(self, role: str = "default") -> Any:
+        """Run the ranks, and send a failure of this host to the other launchers."""
+        try:
+            result = super().run(role)
+            if result is not None and result.is_failed():
+                ranks = ", ".join(map(str, sorted(result.failures)))
+                self._notify(f"rank{'s' if len(result.failures) > 1 else ''} {ranks} failed")
+            return result
+        except SystemExit as error:
+            self._notify(str(error))
+            raise
+        finally:
+            self._leave_peers()
+
+    def _notify(self, reason: str) -> None:
+        if self._peers is not None:
+            self._peers.notify(reason)
+
+    def _leave_peers(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        self._leave_peers()
+        super()._rendezvous(worker_group)
+        count = worker_group.group_world_size
+        if count > 1 and host_watch.silence():
+            root = worker_group.store
+            while isinstance(root, PrefixStore):
+                root = root.underlying_store
+            if isinstance(root, TCPStore):
+                self._had_peers = True
+                ranks = [worker.global_rank for worker in worker_group.workers]
+                attempt = f"launchers/{worker_group.spec.max_restarts - self._remaining_restarts}"
+                store = PrefixStore(attempt, worker_group.store.clone())
+                self._peers = PeerLaunchers(self._watch, store, root.host, worker_group.group_rank, count, ranks)
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        """Restart. Raises SystemExit if another host is lost and the store of the rendezvous cannot be reached."""
+        if self._peers is not None:
+            reached = self._peers.reach_store()
+            if not reached and (reason := self._peers.reason):
+                raise SystemExit(f"monarch-backend run: {reason}. No restart: the rendezvous cannot be reached")
+        super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         context = self._pcontext
@@ -152,7 +239,13 @@ class Agent(LocalElasticAgent):
             context.wait_for_end(self._interval)
         elif context is not None:
             self._ends.wait(context.pids().values(), self._interval)
-        return super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)
+        reason = self._peers.failure() if self._peers is not None and result.state == WorkerState.HEALTHY else ""
+        if not reason:
+            return result
+        if not self._remaining_restarts:
+            raise SystemExit(f"monarch-backend run: {reason}. The ranks of this host are ended")
+        return RunResult(state=WorkerState.UNHEALTHY)
 
 
 class _Ends:

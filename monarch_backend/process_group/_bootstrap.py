@@ -14,7 +14,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from monarch_backend import _native
 from monarch_backend._core import env
+from monarch_backend._telemetry import recorder
 from monarch_backend._verbs import eligibility
 from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._handshake import Deadline, exchange
@@ -59,6 +60,7 @@ class BootstrapResult:
     memory: SharedMemory | None
     route: str
     why: str
+    here: Sequence[int] = ()  # ranks of the group that share memory with this one
     rdma_p2p: RdmaP2P | None = None  # where NICs carry large messages between hosts
 
 
@@ -89,6 +91,7 @@ def connect_ranks(
     gloo: Any,
     who: str,
     label: str = "",
+    name: str = "",
 ) -> BootstrapResult:
     """Find out which ranks share memory, the same on every rank, and make the backend for CPU tensors.
 
@@ -118,7 +121,7 @@ def connect_ranks(
         if len(hosts) == size > 1:
             result = BootstrapResult(None, "gloo", f"no two ranks share memory{remark}")
         else:
-            result = _share(table, host, everyone, hosts, peers, timeout, gloo, rdma_p2p, remark, label)
+            result = _share(table, host, everyone, hosts, peers, timeout, gloo, rdma_p2p, remark, label, name)
     except BaseException:
         if rdma_p2p is not None:
             rdma_p2p.close()
@@ -217,6 +220,7 @@ def _share(
     rdma_p2p: RdmaP2P | None,
     remark: str,
     label: str,
+    name: str,
 ) -> BootstrapResult:
     """Make the memory of each host's ranks, if all of them can."""
     rank = table.rank
@@ -231,11 +235,15 @@ def _share(
     members = [said["member"] for said in everyone]
     others = [peers.get(r) for r in here]
     native = _native.ShmGroup(host, here.index(rank), others, [control_blocks[r] for r in here], read_from(), label)
+    recorder.start_rank(os.environ.get("RANK", str(rank)))
+    native.record_as(name, rank)
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
-        return BootstrapResult(memory, "shm", "all ranks share memory")
+        memory.name = name
+        return BootstrapResult(memory, "shm", "all ranks share memory", here)
     hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, rdma_p2p, table.store)
-    return BootstrapResult(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}")
+    hierarchy.name = name
+    return BootstrapResult(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}", here)
 
 
 def _in_words(hosts: list[list[int]]) -> str:

@@ -100,8 +100,12 @@ def reason_of(error: BaseException | None) -> str:
         text = " ".join(str(error).split())
     except Exception:  # a faulty __str__ must not hide the failure itself
         text = ""
-    line = f"raised {name}: {text}" if text else f"raised {name}"
-    encoded = line.encode(errors="replace")
+    return cut_reason(f"raised {name}: {text}" if text else f"raised {name}")
+
+
+def cut_reason(text: str) -> str:
+    """Return ``text`` as one line of at most 255 bytes; "..." replaces the end of a longer one."""
+    encoded = " ".join(text.split()).encode(errors="replace")
     if len(encoded) <= _REASON_BYTES:
         return encoded.decode()
     return encoded[: _REASON_BYTES - 3].decode(errors="ignore") + "..."

@@ -16,18 +16,13 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError, DistStoreError
-
-from monarch_backend._core.limits import start_thread
-
-_T = TypeVar("_T")
 
 GRACE_S = 0.5  # beyond the deadline, for rank 0's verdict to reach the others
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
@@ -49,27 +44,6 @@ class Deadline:
 
     def passed(self) -> bool:
         return time.monotonic() >= self._start + self.timeout.total_seconds()
-
-
-def within(seconds: float, call: Callable[[], _T], *, thread_name: str = "monarch-rendezvous") -> _T:
-    """Return the result of ``call()``, or raise TimeoutError. A late call goes on in its thread without effect."""
-    results: list[_T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=thread_name, daemon=True)
-    start_thread(thread)
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no answer within {seconds:.3g} s")
-    return results[0]
 
 
 def agree(store: Store, rank: int, size: int, deadline: Deadline, at: str, who: str) -> str:

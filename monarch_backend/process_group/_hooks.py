@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from monarch_backend.process_group import _c10d_internals
 
-_FOR_EVER = timedelta(0)  # c10d's C++ default: this wait has no timeout of its own
+_NO_TIMEOUT = timedelta(0)  # c10d's C++ default: this wait has no timeout of its own
 
 
 @_c10d_internals.hide_from_dynamo
@@ -45,7 +45,7 @@ class DeferredWork(dist.Work):
             raise self._error
         return self._outputs
 
-    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait as Gloo's work does; raises the same errors."""
         with self._lock:
             if not self._ended.done():
@@ -54,7 +54,7 @@ class DeferredWork(dist.Work):
                     if self._finish is not None:
                         self._finish()
                 except Exception as error:
-                    if timeout == _FOR_EVER:  # else the wait was limited, and another one may follow
+                    if timeout == _NO_TIMEOUT:  # else the wait was limited, and another one may follow
                         self._error = error
                         self._ended.set_result(None)
                     raise
@@ -92,7 +92,7 @@ class AliasedOutputWork(dist.Work):
 
             self._finished = work.get_future().then(after)
 
-    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the operation; raises its error."""
         self._work.wait(timeout)
         if self._finished is not None:

@@ -27,7 +27,7 @@ def agree(store: Store, size: int, deadline: Deadline) -> str:
     """
     if size == 1:
         return ""
-    own = address_towards(_host_of(store))
+    own = address_towards(host_of(store))
     if own:
         store.set("address", own)
     if store.add("ranks with an address or without", 1) == size:
@@ -58,7 +58,7 @@ def is_hostname_loopback(hostname: str) -> bool:
     return True
 
 
-def _host_of(store: Any) -> str:
+def host_of(store: Any) -> str:
     """Return the host of a TCPStore below any prefixes; "" for another kind of store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store

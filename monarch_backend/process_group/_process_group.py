@@ -20,20 +20,23 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
 from monarch_backend._core import env, torch_version
+from monarch_backend._telemetry import recorder
 from monarch_backend.process_group import (
     _backend_selection,
     _bootstrap,
     _c10d_internals,
     _c10d_patches,
     _handshake,
+    _host_guard,
     _interpreter_exit,
     _rendezvous,
 )
 from monarch_backend.process_group._collectives import Collectives
-from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, reason_of, where
+from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, cut_reason, reason_of, where
 from monarch_backend.process_group._handshake import Deadline
+from monarch_backend.process_group._hierarchical.hierarchical_backend import Hierarchy
 from monarch_backend.process_group._hooks import CompletionHooks
-from monarch_backend.process_group._shm import segment
+from monarch_backend.process_group._shm import messages, segment
 from monarch_backend.process_group._store_host import Arrival
 from monarch_backend.process_group._xla import xla_backend
 
@@ -240,17 +243,41 @@ class MonarchProcessGroup(Collectives):
             timeout = functools.partial(_c10d_internals.timeout_of, inner)
             who = f"[{where(self)}]"
             result = _bootstrap.connect_ranks(
-                store, self.rank(), self.size(), deadline, timeout, inner, who, _backend_selection.debug_line(self)
+                store,
+                self.rank(),
+                self.size(),
+                deadline,
+                timeout,
+                inner,
+                who,
+                _backend_selection.debug_line(self),
+                f"group {self._label}",
             )
             self._shm, self._rdma_p2p = result.memory, result.rdma_p2p
+            of_world = list(self._creator_options.global_ranks_in_group) or range(self.size())
+            recorder.process_group(f"group {self._label}", [of_world[rank] for rank in result.here])
             if result.memory is not None and result.memory.has_fast_paths and not self._hooks:
                 self._fast_paths = result.memory.fast_paths(self, _FAST_PATH_METHODS)
+                self._fast_paths |= messages.fast_paths(result.memory, self, _FAST_PATH_METHODS)
                 self.__dict__.update(self._fast_paths)
             why = f"{route.why}; {result.why}" if result.memory is None else result.why
             route = replace(route, backend=result.route, why=why)
+        if device == "cpu" and self._backends[device] == "gloo" and route.backend != "shm":
+            store = PrefixStore("cpu:hosts", self._store)
+            who = f"[{where(self)}]"
+            self._guard = _host_guard.guard(store, self.rank(), self.size(), deadline, who, inner, self._lose_hosts)
+            if self._guard is not None and isinstance(self._shm, Hierarchy):
+                self._shm.lost_host = self._guard.cause
         self._routes[device] = route
         self._let_see()
         _backend_selection.announce(self, route)
+
+    def _lose_hosts(self, cause: tuple[str, int, str]) -> None:
+        """Fail pending operations on the CPU after a host was lost. Later ones ask the guard."""
+        if isinstance(self._shm, Hierarchy):
+            self._shm.lose(cause)
+        elif self._guard is not None:
+            self._guard.links.close()
 
     def _end_fast_paths(self) -> None:
         """Remove the fast paths, so that every call takes its method."""
@@ -407,25 +434,29 @@ class MonarchProcessGroup(Collectives):
     def abort(self, why: str = "") -> None:
         """Close every route at once. NCCL ends pending operations with an error, Gloo at their timeout.
 
-        Later operations raise GroupClosedError, with ``why`` in the message.
+        Later operations raise GroupClosedError, with ``why`` in the message. On a route with shared memory, other ranks
+        that wait for this one raise RankFailedError, also with ``why``.
         """
         for ours in (self._shm, self._rdma_p2p):
             if ours is not None and why:
                 ours.closed_why = why
-        self._close(f"aborted: {why}" if why else "aborted", lambda inner: inner.abort())
+        how = f"aborted: {why}" if why else "aborted"
+        self._close(how, lambda inner: inner.abort(), reason=cut_reason(how) if why else "")
 
-    def _close(self, how: str, end: Callable[[Any], None]) -> None:
+    def _close(self, how: str, end: Callable[[Any], None], reason: str = "") -> None:
         if self._closed:
             return
         if how == "destroyed":
             self._hooks.wait()
         self._closed = how
         if self._arrival is not None:
-            failed = self._shm is not None and self._shm.failed
+            failed = (self._shm is not None and self._shm.failed) or (
+                self._guard is not None and self._guard.error() is not None
+            )
             self._arrival.leave(stay=how == "destroyed" and not failed)
         self._end_fast_paths()
         if self._shm is not None:
-            reason = reason_of(sys.exc_info()[1])
+            reason = reason or reason_of(sys.exc_info()[1])
             if reason:
                 self._shm.set_reason(reason)
             self._shm.close()
@@ -436,6 +467,8 @@ class MonarchProcessGroup(Collectives):
         for inner in inners:
             if hasattr(inner, "shutdown"):
                 end(inner)
+        if self._guard is not None:  # last: an abort has to be prompt
+            self._guard.close()
 
 
 def routes(group: dist.ProcessGroup | None = None) -> dict[str, _backend_selection.Route]:

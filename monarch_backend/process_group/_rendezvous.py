@@ -28,8 +28,9 @@ from torch.distributed import DistNetworkError
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _get_use_libuv_from_query_dict, _torchelastic_use_agent_store
 
+from monarch_backend._core.limits import within
 from monarch_backend.process_group import _handshake
-from monarch_backend.process_group._handshake import GRACE_S, Deadline, within
+from monarch_backend.process_group._handshake import GRACE_S, Deadline
 from monarch_backend.process_group._store_host import Arrival
 
 _ADDRESS_TIMEOUT_S = 5.0  # for one address of a name to answer before the next one is tried

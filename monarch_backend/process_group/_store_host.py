@@ -16,8 +16,8 @@ import weakref
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from monarch_backend._core.limits import start_thread
-from monarch_backend.process_group._handshake import Deadline, within
+from monarch_backend._core.limits import start_thread, within
+from monarch_backend.process_group._handshake import Deadline
 
 _LINGER_S = 0.2  # after the last rank has left: a program that makes its next group at once finds the same server
 _LONGEST_STAY_S = 30.0  # for ranks that never report that they have left, such as killed ones

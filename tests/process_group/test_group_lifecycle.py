@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import monarch_backend
-from monarch_backend import GroupClosedError, NoRouteError
+from monarch_backend import GroupClosedError, NoRouteError, RankFailedError
 from monarch_backend._core.torch_version import torch_version
 from tests.support.ranks import init, run_ranks
 
@@ -399,6 +399,21 @@ def _closings(rank: int) -> None:
 
 def test_use_after_close_raises() -> None:
     run_ranks(_closings, 2)
+
+
+def _aborted_for_a_reason(rank: int) -> None:
+    group: Any = dist.group.WORLD
+    dist.barrier()  # the other rank may still be connecting
+    if rank == 1:
+        group.abort("gpus 2 was killed\nby signal 9")
+    else:
+        text = r"rank 1 \(host \S+, pid \d+\) aborted: gpus 2 was killed by signal 9, and closed the group without"
+        with pytest.raises(RankFailedError, match=text):
+            dist.barrier()
+
+
+def test_reason_of_abort_is_named_at_peers() -> None:
+    run_ranks(_aborted_for_a_reason, 2)
 
 
 def _counts() -> tuple[int, int]:

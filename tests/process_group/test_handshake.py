@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from monarch_backend.process_group._handshake import Deadline, agree, exchange, within
+from monarch_backend._core.limits import within
+from monarch_backend.process_group._handshake import Deadline, agree, exchange
 
 PATIENCE_S = 30.0
 BRIEFLY_S = 0.3

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monarch_backend
 from monarch_backend import GroupClosedError
-from monarch_backend.process_group import _bootstrap, _c10d_internals
+from monarch_backend.process_group import _bootstrap
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from monarch_backend.process_group._hierarchical import hierarchical_backend
 from tests.ecosystem.support import batch, mlp, train_step
@@ -33,7 +33,6 @@ from tests.process_group import reference
 from tests.process_group.test_collectives import COLLECTIVES, _run_cells
 from tests.support.hosts import Hosts, hosts, refusal, run_on_hosts, sent_bytes
 from tests.support.killed_processes import killed_at_end
-from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "-")
 
@@ -339,19 +338,6 @@ def test_silent_host_is_named_within_the_timeout(three: Hosts, tmp_path: Path) -
     assert max(run_on_hosts(three, TWO_BY_TWO, _unplugged, tmp_path, env=ON)) < 5
 
 
-def _links(rank: int) -> None:
-    gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
-    if rank == 0:
-        with pytest.raises(RuntimeError):
-            gloo.recv([torch.ones(1)], 1, 7).wait()
-    else:
-        _c10d_internals.close_gloo_links(gloo, 0)
-
-
-def test_closed_links_end_waits_on_other_hosts() -> None:
-    run_ranks(_links, 2)
-
-
 def _disagree(rank: int, odd: set[int]) -> float:
     group = dist.new_group([0, 1, 2, 3])
     words = r"the ranks disagree about .*rank \d called \w+\(.*rank \d called \w+\("
@@ -366,21 +352,27 @@ def test_ranks_with_different_calls_get_errors(three: Hosts, odd: set[int]) -> N
     assert max(run_on_hosts(three, TWO_BY_TWO, _disagree, odd, env=ON)) < 6
 
 
-def _closed(rank: int) -> None:
+def _closed(rank: int, why: str) -> None:
     group = dist.new_group([0, 1, 2, 3])
+    store = dist.group.WORLD.get_group_store()
     dist.barrier()
     if rank == 2:
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-        group.abort()
+        group.abort(why)
+        store.set("aborted", "1")
         with pytest.raises(GroupClosedError):
             work.wait()
     else:
-        with pytest.raises(RankFailedError, match=r"rank 2 \(host host-b.*\) closed the group while"):
+        if rank == 3:  # so that no rank can complete the operation before
+            store.wait(["aborted"], datetime.timedelta(seconds=30))
+        begin = f"aborted: {why}, and " if why else ""
+        with pytest.raises(RankFailedError, match=rf"rank 2 \(host host-b.*\) {begin}closed the group while"):
             _finished(dist.all_reduce(torch.ones(2), group=group, async_op=rank == 1))
 
 
-def test_abort_on_one_rank_ends_the_group_on_all(three: Hosts) -> None:
-    run_on_hosts(three, TWO_BY_TWO, _closed, env=ON)
+@pytest.mark.parametrize("why", ["", "the loss is NaN"])
+def test_abort_on_one_rank_ends_the_group_on_all(three: Hosts, why: str) -> None:
+    run_on_hosts(three, TWO_BY_TWO, _closed, why, env=ON)
 
 
 def _raises_and_closes(rank: int) -> None:

@@ -34,6 +34,7 @@ def imported(nics: bool) -> set[str]:
 CORE = {
     "monarch_backend._autoload",
     "monarch_backend._core",
+    "monarch_backend._telemetry",
     "monarch_backend._native",
     "monarch_backend.process_group",
 }

@@ -66,6 +66,11 @@ class Cables:
                 self._point(index, other, hardware_address(other))
                 self._point(other, index, hardware_address(index))
 
+    def heal_all(self) -> None:
+        """Restore the network between all hosts."""
+        for index in range(len(self.pids) - 1):
+            self.heal(index)
+
     def reset(self, index: int) -> None:
         """Break all connections of this host at once. Both sides notice it."""
         command = ["nsenter", f"--net=/proc/{self.pids[index]}/ns/net", "ss", "-K", "-t", "state", "established"]

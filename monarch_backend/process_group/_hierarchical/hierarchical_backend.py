@@ -111,6 +111,7 @@ class Hierarchy(SharedMemory):
         self._cause: Cause | None = None
         self._reason = ""  # why this rank leaves
         self._breaking = threading.Lock()
+        self.lost_host: Callable[[], Cause | None] = lambda: None  # set by the group, see _host_guard.py
 
     # Life of an operation --------------------------------------------------------------------------------------
 
@@ -169,9 +170,20 @@ class Hierarchy(SharedMemory):
 
     def _break(self, failure: GroupFailure) -> GroupFailure:
         """End the group for all ranks, and return the cause that all of them raise."""
+        if not failure.is_cause and (lost := self.lost_host()) is not None:
+            return self.lose(lost)
         with self._breaking:
             if self._cause is None:
                 self._cause = self._between.first_cause(failure)
+                self._disconnect()
+        return GroupFailure(*self._cause, is_cause=False)
+
+    def lose(self, cause: Cause) -> GroupFailure:
+        """End the group, with a cause that each rank finds by itself: the store may be on the host that was lost."""
+        with self._breaking:
+            if self._cause is None:
+                self._cause = cause
+                self._between.links.close()  # first: the core may be in an operation that waits for another rank
                 self._disconnect()
         return GroupFailure(*self._cause, is_cause=False)
 
@@ -184,7 +196,7 @@ class Hierarchy(SharedMemory):
         """Fail the ranks that wait for this one: by a mismatched operation on this host, else by closing links."""
         if len(self._here) > 1:
             self._core(0.0, BARRIER, shm_backend._BYTES, shm_backend._MOVES, -1, 0, [], [])
-        self._between.close_links()
+        self._between.links.close()
 
     def set_reason(self, reason: str) -> None:
         self._reason = reason

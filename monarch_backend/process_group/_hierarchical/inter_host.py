@@ -25,14 +25,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from monarch_backend._core import fork
-from monarch_backend._core.limits import start_thread
-from monarch_backend.process_group import _c10d_internals
-from monarch_backend.process_group._handshake import within
+from monarch_backend._core.limits import start_thread, within
+from monarch_backend.process_group import _c10d_internals, _gloo_links
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._rdma.p2p_protocol import FIRST_STAGE_TAG
 
 Mail = Sequence[tuple[int, Tensor]]  # (rank, tensor) pairs to send or to receive
-Posted = list[tuple[Any, int]]
+Posted = list[tuple[Callable[[timedelta], object], int]]  # the waits, and the other ranks
 Cause = tuple[str, int, str]  # kind of failure, failed rank or -1, text; as in the compiled core
 
 _CAUSE_TIMEOUT_S = 0.1  # ranks that see effects of a failure let the rank that detected it publish it first
@@ -99,7 +98,7 @@ class InterHostComm:
         self._gloo, self._rdma_p2p, self._rank, self._hosts = gloo, rdma_p2p, rank, hosts
         self._store = _c10d_internals.own_connection(store)
         self._fail = weakref.WeakMethod(fail)  # the group owns this object
-        self._elsewhere = next(host[0] for host in hosts if rank not in host)
+        self.links = _gloo_links.GlooLinks(gloo)
         self._closed = False
         self._under_way: tuple[CollectiveCall, float] | None = None
         self._announced = 0
@@ -125,17 +124,21 @@ class InterHostComm:
                         begin = functools.partial(
                             getattr(self._rdma_p2p, name), owner=call.owner_of(tensor), seconds=call.left()
                         )
+                        wait = begin(vector, rank, tag).wait
                     else:
-                        begin = getattr(self._gloo, name)
-                    posted.append((begin(vector, rank, tag), rank))
+                        work = getattr(self._gloo, name)(vector, rank, tag)
+                        wait = work.wait
+                        if tensor.nbytes >= _gloo_links.LARGE_BYTES:
+                            wait = functools.partial(self.links.wait_for_message, work)
+                    posted.append((wait, rank))
                 except RuntimeError as error:
                     raise self._lost(call, rank, error) from None
         return posted
 
     def wait(self, call: CollectiveCall, posted: Posted) -> None:
-        for work, rank in posted:
+        for wait, rank in posted:
             try:
-                work.wait(timedelta(seconds=max(call.left(), 0.001)))
+                wait(timedelta(seconds=max(call.left(), 0.001)))
             except RuntimeError as error:
                 raise self._lost(call, rank, error) from None
 
@@ -174,10 +177,6 @@ class InterHostComm:
         with contextlib.suppress(TimeoutError):
             return within(_CAUSE_TIMEOUT_S + _STORE_TIMEOUT_S, ask, thread_name="monarch_cause")
         return failure.cause
-
-    def close_links(self) -> None:
-        """Close the links, which fails the ranks that wait for this one and this rank's own waits."""
-        _c10d_internals.close_gloo_links(self._gloo, self._elsewhere)
 
     def close(self) -> None:
         self._closed = True

@@ -189,7 +189,7 @@ class RdmaP2P:
         if operation.wait(min(seconds, left)) or seconds < left:
             return operation.done
         # A receive that its thread started before the first wait has no timeout of its own.
-        _c10d_internals.close_gloo_links(self._gloo, self._another())
+        _c10d_internals.close_gloo_links(self._gloo)
         return operation.wait(_CLOSE_TIMEOUT_S)
 
     def error(self, failure: Any) -> Exception:
@@ -208,7 +208,7 @@ class RdmaP2P:
         with self._change:
             under_way = dict(self._under_way)
         if under_way:
-            _c10d_internals.close_gloo_links(self._gloo, self._another())
+            _c10d_internals.close_gloo_links(self._gloo)
         for message, work in under_way.items():
             message.clock.begin()
             if message.cannot_cancel:
@@ -224,9 +224,6 @@ class RdmaP2P:
         if seconds is not None:
             clock.begin()
         return clock
-
-    def _another(self) -> int:
-        return 0 if self._rank else 1
 
     def _check_open(self) -> None:
         if self.closed:
@@ -371,7 +368,7 @@ class RdmaP2P:
             self._say(exchange.rank, str(error), for_good=False)
             return ""
         except TimeoutError:
-            _c10d_internals.close_gloo_links(self._gloo, exchange.rank)  # as Gloo does if a message of its own is late
+            _c10d_internals.close_gloo_links(self._gloo)  # as Gloo does if a message of its own is late
             raise exchange.late() from None
         except (_Failure, ProcessGroupError):  # of the exchange
             raise
