@@ -57,6 +57,7 @@ PYBIND11_MODULE(_native, m, pybind11::mod_gil_not_used()) {
   monarch::bind_records(m);
   monarch::bind_shared_memory(m);
   monarch::bind_channels(m);
+  monarch::bind_telemetry(m);
   monarch::bind_memory(m);
   monarch::bind_memory_streams(m);
   monarch::bind_gpu_memory(m);

@@ -224,6 +224,9 @@ class Operation:
 def collectives() -> tuple[tuple[str, bool, bool], ...]:
     """Return for each collective its name, whether it has a root, and whether it reduces."""
 
+def work_wait() -> Any:
+    """Return the method ``wait`` for a class of works that fast paths make."""
+
 class ShmGroup:
     def __init__(
         self, host: Host, rank: int, peers: list[Peer | None], control_blocks: list[int], read_from: int, label: str
@@ -250,6 +253,9 @@ class ShmGroup:
         ``seconds(options)`` is called if it is late, for the time limit.
         """
 
+    def record_as(self, name: str, rank: int) -> None:
+        """Record operations under this name from now on, if this process records."""
+
     def begin(
         self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, owner: object, /
     ) -> tuple[Operation, bool]:
@@ -274,6 +280,8 @@ class ShmGroup:
         failed: Callable[[Operation, list[object]], object],
         pending: Callable[[Operation, list[object], object, bool], object],
         seconds: Callable[[object], float],
+        backend: object,
+        engine: Engine,
         torch: tuple[object, ...],
         /,
     ) -> Any:
@@ -281,6 +289,27 @@ class ShmGroup:
 
         It returns ``work()``, or the result of ``failed`` or ``pending``. ``torch``: see
         csrc/shm/python/fast_paths.h. After ``end()`` it forwards every call.
+        """
+
+    def message_path(
+        self,
+        kind: int,
+        owner: object,
+        name: str,
+        work: type,
+        failed: Callable[[Operation, list[object]], object],
+        seconds: Callable[[], float],
+        backend: object,
+        engine: Engine,
+        waiting: tuple[object, ...],
+        passing: tuple[object, ...],
+        torch: tuple[object, ...],
+        /,
+    ) -> Any:
+        """Return a callable for the method ``name`` of ``owner`` that sends or receives without Python code.
+
+        It returns ``work()``, or the result of ``failed``. ``waiting`` and ``passing`` are code objects of callers, see
+        csrc/shm/python/messages.h.
         """
 
     def message(
@@ -663,3 +692,54 @@ class VerbsQueuePair:
         """Post work requests in one call: tuples like `Work` of _verbs/providers/provider.py."""
 
     def forget(self) -> None: ...
+
+# csrc/telemetry/: monarch_backend/_telemetry/ has the meaning of the numbers.
+
+recording_layout: dict[str, int]
+
+def record_event(
+    kind: int, status: int, name: int, detail: int, start_ns: int, reference: int, value: float, trace: int, /
+) -> None:
+    """Append an event to the ring. Without effect while nothing is recorded."""
+
+def begin_activity(cell: int, state: int, detail: int, reference: int, waiting: int, value: int, trace: int, /) -> None:
+    """Show in a cell what goes on now. Cell 0 has no effect."""
+
+def end_activity(cell: int, status: int, /) -> None:
+    """Append the event of what the cell shows, and make the cell idle."""
+
+def use_recording(descriptor: int, slot: int, label: str) -> None:
+    """Record what this process does into a slot of a recording area. Raises OSError."""
+
+def set_recording_identity(identity: int) -> None: ...
+
+dump_marks: tuple[str, str]
+"""Lines before and after a dump of stacks."""
+
+def ignore_unhandled(signal: int) -> bool:
+    """Ignore a signal that has no handler. Return False if the program has one."""
+
+def wrap_dump_handler(signal: int, descriptor: int) -> None:
+    """Let the present handler of the signal, which writes stacks to this descriptor, run with the GIL only."""
+
+def set_request_handler(handler: Callable[[int], object]) -> None:
+    """Call this with the sender's pid when the stack signal is sent with a value."""
+
+def stop_recording() -> None: ...
+def is_recording() -> bool: ...
+def intern_name(name: str) -> int:
+    """Return the number of a name in the slot; 0 without room or without a slot."""
+
+def record_text(text: str) -> int:
+    """Return the number of a text that later texts overwrite, in place of a name's; 0 without a slot."""
+
+def take_cell(kind: int, name: str, rank: int) -> int:
+    """Return the address of a cell, 0 if there is none."""
+
+def cell_number(cell: int) -> int: ...
+def release_cell(cell: int) -> None: ...
+def thread_number() -> int:
+    """Return the number of this thread in events."""
+
+def monotonic_ns() -> int:
+    """Return the time of events, in nanoseconds."""

@@ -9,6 +9,7 @@ from monarch_backend._actor.calls.port import PortClosedError
 from monarch_backend._actor.errors import (
     ActorError,
     CancelledError,
+    DeadlockError,
     MeshFailure,
     SupervisionError,
     UnknownEndpointError,
@@ -21,6 +22,7 @@ from monarch_backend._processes.resource_limits import SpawnLimitError
 from monarch_backend._processes.spawner import HostLostError
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend._serialization.pickling import DeserializationError, SerializationError
+from monarch_backend._telemetry.errors import QueryError
 from monarch_backend._testing.simulator import SimulationError
 from monarch_backend._transport.local.peer import PeerGoneError
 from monarch_backend._transport.network.auth import HandshakeError
@@ -52,6 +54,7 @@ __all__ = [
     "CollectiveArgumentError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "DeadlockError",
     "DeserializationError",
     "DroppedError",
     "GroupClosedError",
@@ -69,6 +72,7 @@ __all__ = [
     "PeerGoneError",
     "PortClosedError",
     "ProcessGroupError",
+    "QueryError",
     "RDMAError",
     "RankDependentError",
     "RankFailedError",

@@ -68,6 +68,10 @@ def _number(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+def _zero_or(least: int, most: int) -> Callable[[str], int]:
+    return lambda text: 0 if text == "0" else _number(least, most)(text)
+
+
 def _ports(text: str) -> tuple[tuple[str, int], ...]:
     found = []
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -114,6 +118,9 @@ _TABLE = (
     Setting("MONARCH_TLS_KEY", "path", "", "", "a file in PEM", str, "Private key of this host's certificate."),
     Setting("MONARCH_HOST_NAME", "text", "", "", "any text", str,
             "Name of this host in messages. Unset: the system's host name."),
+    Setting("MONARCH_HOST_TIMEOUT", "integer", 5, "seconds", "give 0 for never, or seconds from 4 to 100",
+            _zero_or(4, 100),
+            "Time in which ranks and launchers report a host that is cut off. 0: never."),
     Setting("MONARCH_TREE_FANOUT", "integer", None, "hosts", "a number of hosts, 1 or more", _number(1),
             "Hosts to which one host forwards a message for many hosts. Unset: 8."),
     Setting("MONARCH_RDMA_TRANSPORT", "choice", "", "", "one of 'tcp', 'verbs', or unset for the best route",
@@ -150,6 +157,24 @@ _TABLE = (
     Setting("MONARCH_RDMA_MIN_BYTES", "integer", 1 << 20, "bytes",
             "give a number of bytes, 1 or more, or leave it unset", _number(1),
             "Size from which NICs carry a message between hosts."),
+    Setting("MONARCH_TELEMETRY", "flag", True, "", "give 1, or 0", _flag,
+            "Record the last events and the current activity of each process, for `monarch-backend ps` and others."),
+    Setting("MONARCH_LOG_HISTORY_BYTES", "integer", 8 << 20, "bytes",
+            "give 0 for none, or bytes from 65536 to 17179869184", _zero_or(1 << 16, 1 << 34),
+            "Last output of a program's processes that is kept for `monarch-backend logs`."),
+    Setting("MONARCH_WAIT_NOTICE", "integer", 10, "seconds", "give 0 for never, or seconds from 1 to 1000000",
+            _zero_or(1, 1000000),
+            "Time after which a wait for a call logs which ranks are missing and where they are. 0: never."),
+    Setting("MONARCH_STRAGGLER_PERCENT", "integer", 150, "percent", "give 0 for never, or percent from 105 to 100000",
+            _zero_or(105, 100000),
+            "A rank whose steps take more than this share of the median of its mesh is named as slow. 0: never."),
+    Setting("MONARCH_CANCEL_ON_INTERRUPT", "flag", False, "", "give 1, or 0", _flag,
+            "In a notebook or IPython, interrupting a cell cancels the calls that the cell has made."),
+    Setting("MONARCH_POST_MORTEM", "flag", False, "", "give 1, or 0", _flag,
+            "An error in an endpoint waits for `monarch-backend debug` before it is sent. `post_mortem=True` of "
+            "`spawn_procs` sets it."),
+    Setting("MONARCH_DEADLOCK_DETECTION", "flag", True, "", "give 1, or 0", _flag,
+            "Raise DeadlockError in actors that wait for each other's replies."),
     Setting("MONARCH_UNKNOWN_SETTINGS", "choice", "error", "", "error, or warn", _one_of("error", "warn"),
             "Effect of an unknown MONARCH_ name. Use warn if another program has such names."),
     Setting("MONARCH_NPROC_PER_NODE", "integer", None, "ranks", "a number of 1 or more", _number(1),

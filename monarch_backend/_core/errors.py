@@ -32,3 +32,12 @@ class MonarchError(Exception):
     >>> issubclass(JobError, MonarchError), issubclass(CancelledError, MonarchError)
     (True, False)
     """
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class if it has none.
+
+    >>> first_line(ValueError("wrong\\nand more")), first_line(ValueError())
+    ('wrong', 'ValueError')
+    """
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -27,6 +27,7 @@ class Step(enum.Enum):
 
     LOG_COLLECTORS = "locks and pipes of log collectors"
     """The first step: its locks are taken last, and so are held for the shortest time."""
+    RECORDING = "recording area of the processes that this one starts"
     SPAWNERS = "channels to fork servers"
     RUNTIME = "the actor runtime, with the transfer engine of registered memory"
     CANCEL_SIGNAL = "handler of the signal that interrupts blocking code"

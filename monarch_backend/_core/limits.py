@@ -6,9 +6,12 @@ import contextlib
 import errno
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from monarch_backend._core.errors import MonarchError, public
+
+_T = TypeVar("_T")
 
 _PROCESSES = "RLIMIT_NPROC (ulimit -u)"
 _MEMORY = "RLIMIT_AS (ulimit -v)"
@@ -79,3 +82,24 @@ def start_thread(thread: threading.Thread) -> None:
     """Start the thread. Raises ResourceLimitError where the system allows no further thread."""
     with explained(f"start the thread {thread.name!r}, which monarch_backend needs"):
         thread.start()
+
+
+def within(seconds: float, call: Callable[[], _T], *, thread_name: str = "monarch-rendezvous") -> _T:
+    """Return the result of ``call()``, or raise TimeoutError. A late call goes on in its thread without effect."""
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=thread_name, daemon=True)
+    start_thread(thread)
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:.3g} s")
+    return results[0]

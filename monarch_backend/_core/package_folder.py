@@ -1,7 +1,5 @@
 """Folder of this package, by which the files of its code are recognised in a stack."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

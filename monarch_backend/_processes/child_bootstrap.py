@@ -17,7 +17,6 @@ import io
 import multiprocessing.process
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -27,8 +26,10 @@ import msgspec
 
 from monarch_backend._core import platform
 from monarch_backend._processes import cpu_affinity, finalization, system_calls
+from monarch_backend._processes.debugging import channel
 from monarch_backend._processes.main_module import empty_main_module
 from monarch_backend._processes.spawn_protocol import Spawn
+from monarch_backend._telemetry import recorder
 
 
 def main(argument: str) -> NoReturn:
@@ -78,6 +79,8 @@ def _become(spec: Spawn) -> None:
         os.setsid()
     system_calls.adopt_orphans()  # if this process dies, the fork server adopts and kills its descendants
     system_calls.set_title(f"monarch {spec.label}")
+    if spec.recording is not None:
+        recorder.start(*spec.recording, spec.label)
     set_environment(spec.environment)
     os.chdir(spec.cwd)
     sys.path[:] = map(os.fsdecode, spec.path)
@@ -93,26 +96,29 @@ def _become(spec: Spawn) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
     faulthandler.enable()
-    sys.breakpointhook = functools.partial(_breakpoint, spec.label)
+    channel.set_label(spec.label)
+    sys.breakpointhook = _breakpoint
     if spec.cpus is not None:
         cpu_affinity.bind(frozenset(spec.cpus))
     _forget_the_server(spec.label)
 
 
-def _breakpoint(label: str, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for `sys.breakpointhook`: pdb would read /dev/null and raise BdbQuit.
+def _breakpoint(*args: Any, **kwargs: Any) -> Any:
+    """Stand in for `sys.breakpointhook`: wait for `monarch-backend debug`, since pdb would read /dev/null.
 
-    PYTHONBREAKPOINT has its usual meaning. Raises RuntimeError where it names no other debugger.
+    PYTHONBREAKPOINT has its usual meaning, but debugpy waits for an editor. A process with a stdin uses pdb.
     """
-    if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace") or not _stdin_is_null():
+    chosen = os.environ.get("PYTHONBREAKPOINT", "")
+    if chosen == "debugpy.breakpoint":
+        from monarch_backend._processes.debugging import debugpy_wait
+
+        return debugpy_wait.set_trace(sys._getframe(1))
+    if chosen not in ("", "pdb.set_trace") or not _stdin_is_null():
         return sys.__breakpointhook__(*args, **kwargs)
-    pid = os.getpid()
-    raise RuntimeError(
-        f"breakpoint() in {label} (host {socket.gethostname()}, pid {pid}): the process has no terminal for pdb. "
-        f"On that host, `py-spy dump --pid {pid}` shows its stack, and `python -m pdb -p {pid}` (Python 3.14 or newer) "
-        "debugs it. Or name a debugger that clients connect to: PYTHONBREAKPOINT=debugpy.breakpoint, in `env=` of "
-        "spawn_procs, with debugpy.listen() in `bootstrap=`. PYTHONBREAKPOINT=0 skips all breakpoints."
-    )
+    # pdb is imported with the first breakpoint only
+    from monarch_backend._processes.debugging import remote_pdb
+
+    return remote_pdb.set_trace(sys._getframe(1), *args, **kwargs)
 
 
 def _stdin_is_null() -> bool:

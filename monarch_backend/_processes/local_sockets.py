@@ -72,7 +72,6 @@ def is_address(text: str) -> bool:
 
 
 def close(listener: socket.socket) -> None:
-    """Close a listening socket, and remove its file if it has one."""
     address = listener.getsockname()
     listener.close()
     if isinstance(address, str):  # an abstract one is bytes

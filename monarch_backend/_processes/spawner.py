@@ -41,6 +41,7 @@ from monarch_backend._processes.spawn_protocol import (
     close_all,
     frame,
 )
+from monarch_backend._telemetry import recorder
 
 __all__ = ["Event", "Exited", "ProcessSpec", "SpawnFailed", "SpawnLimitError", "Spawner", "Started"]
 
@@ -111,7 +112,9 @@ class ProcessSpec:
         return [file for file in (self.stdout, self.stderr, self.stdin) if file is not None]
 
 
-def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spawn:
+def spawn_message(
+    number: int, spec: ProcessSpec, method: Method | None, recording: tuple[int, int, int] | None = None
+) -> Spawn:
     """Return the request to a fork server, here or on another host."""
     return Spawn(
         id=number,
@@ -129,13 +132,14 @@ def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spaw
         method=method,
         imports=list(spec.imports),
         main_module=(spec.main_module[0], os.fsencode(spec.main_module[1])),
+        recording=recording,
         stdin=spec.stdin is not None,
     )
 
 
-def _message(number: int, spec: ProcessSpec, method: Method | None) -> bytes:
+def _message(number: int, spec: ProcessSpec, method: Method | None, recording: tuple[int, int, int] | None) -> bytes:
     try:
-        message = frame(spawn_message(number, spec, method))
+        message = frame(spawn_message(number, spec, method, recording))
         check(message)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -144,6 +148,17 @@ def _message(number: int, spec: ProcessSpec, method: Method | None) -> bytes:
         if not name or "=" in name:
             raise ValueError(f"process {spec.label!r}: its environment has a variable named {name!r}")
     return message
+
+
+def _reserve_slots(specs: Sequence[ProcessSpec], undo: contextlib.ExitStack) -> list[tuple[int, int, int] | None]:
+    """Return for each process where it records: this pid, the descriptor of this process's area, and the slot."""
+    area = recorder.area()
+    if area is None:
+        return [None] * len(specs)
+    slots = [area.reserve(spec.label) for spec in specs]
+    for slot in filter(None, slots):
+        undo.callback(area.cancel, slot)
+    return [(os.getpid(), area.descriptor, slot) if slot else None for slot in slots]
 
 
 class Spawner:
@@ -188,6 +203,7 @@ class Spawner:
         self._requests: list[tuple[bytes, tuple[int, ...]]] = []
         self._asked: set[int] = set()  # ids of processes without an event so far
         self._running: dict[int, int] = {}  # pids by id
+        self._slots: dict[int, int] = {}  # of the recording, by id
         self._listener: socket.socket | None = None  # of a server that is to be started
         self._address = address or ""  # empty: there is no server, and none is needed
         self._channel: Channel[Event] | None = None
@@ -232,12 +248,16 @@ class Spawner:
         files = max(len(spec.files) for spec in specs)
         resource_limits.check_spawn(len(specs), plain=method == "spawn", descriptors_each=files)
         ids = [next(self._numbers) for _ in specs]
-        messages = [_message(number, spec, method) for number, spec in zip(ids, specs, strict=True)]
         with contextlib.ExitStack() as undo:
+            slots = _reserve_slots(specs, undo)
+            messages = [
+                _message(number, spec, method, slot) for number, spec, slot in zip(ids, specs, slots, strict=True)
+            ]
             requests = [(message, _duplicates(spec.files, undo)) for message, spec in zip(messages, specs, strict=True)]
             with self._lock:
                 self._ensure_server()
                 self._asked.update(ids)
+                self._slots.update((number, slot[2]) for number, slot in zip(ids, slots, strict=True) if slot)
                 self._requests += requests
             undo.pop_all()
         self._wake()
@@ -393,6 +413,9 @@ class Spawner:
                 self._running[event.id] = event.pid
             else:
                 self._running.pop(event.id, None)
+                slot = self._slots.pop(event.id, 0)
+                if slot and (area := recorder.area()) is not None:
+                    area.end(slot, event.returncode if isinstance(event, Exited) else 1)
         if isinstance(event, Started) and event.reason and not self._said_why:
             self._said_why = True
             _log.warning("processes are started one by one, and each imports torch itself: %s", event.reason)

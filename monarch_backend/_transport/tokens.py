@@ -1,4 +1,4 @@
-"""Parts of the token of a process: its host, and the number of its restarts."""
+"""Parts of the token of a process: its host, the number of its restarts, and its identity."""
 
 from __future__ import annotations
 
@@ -21,5 +21,17 @@ def epoch_of(token: str) -> int:
     """
     try:
         return int(token[-4:], 16)
+    except ValueError:
+        return 0
+
+
+def identity_of(token: str) -> int:
+    """Return 64 bits of a token that identify its process in recorded events.
+
+    >>> hex(identity_of("0123456789abcdef0123456789ab" + "0002"))
+    '0x123456789ab0002'
+    """
+    try:
+        return int(token[-16:], 16)
     except ValueError:
         return 0

@@ -26,6 +26,7 @@ BUILTIN_BASES = {
     "CertificateError": ValueError,
     "CollectiveArgumentError": ValueError,
     "CollectiveTimeoutError": DistError,
+    "DeadlockError": RuntimeError,
     "DeserializationError": RuntimeError,
     "HandshakeError": ConnectionError,
     "HostLostError": RuntimeError,

@@ -171,9 +171,9 @@ def test_forked_process_has_the_state_of_a_new_interpreter(host: Host) -> None:
     assert json.loads(outcome.out) == {
         "main": [],
         "handlers": 0,
-        "threads": 1,
+        "threads": 2,  # one of the stack signal (_telemetry/stack_signal.py)
         "python threads": ["MainThread"],
-        "descriptors": ["0", "1", "2"],
+        "descriptors": ["0", "1", "2", "3"],  # the last one is of the stack signal
         "stdin": "/dev/null",
         "input": "",
         "collector": True,
@@ -684,7 +684,7 @@ def test_malformed_requests_do_not_end_the_server(host: Host) -> None:
 @pytest.mark.slow
 def test_forced_spawn(host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("MONARCH_START_METHOD", "spawn")
-    outcome = host.run(lambda: print(os.getppid(), [n for n in os.listdir("/proc/self/fd") if int(n) > 3]))
+    outcome = host.run(lambda: print(os.getppid(), [n for n in os.listdir("/proc/self/fd") if int(n) > 4]))
     assert (outcome.started.method, outcome.started.reason) == ("spawn", "")
     assert outcome.exited.returncode == 0, outcome.err
     with host.staying() as started:
@@ -723,7 +723,7 @@ def test_modules_of_processes_are_imported_once_before_the_first_fork(host: Host
     name = "monarch_backend.cli"
 
     def tell() -> None:
-        fds = [n for n in os.listdir("/proc/self/fd") if int(n) > 3]
+        fds = [n for n in os.listdir("/proc/self/fd") if int(n) > 4]  # of the stack signal, and of this call
         print(name in sys.modules, name in sys.modules and id(sys.modules[name]), fds)
 
     assert host.run(tell).out == "False False []\n"

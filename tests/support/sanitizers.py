@@ -138,7 +138,13 @@ def _sources(*folders: str) -> list[Path]:
 @functools.cache
 def driver(kind: str, name: str, portable: bool = False) -> Path:
     """Build the stress driver of csrc/``name``/stress. ``name`` is "shm" or "channel"."""
-    folders = ["stress", "platform", "shm", *{"shm": ["shm/stress"], "channel": ["channel", "channel/stress"]}[name]]
+    folders = [
+        "stress",
+        "platform",
+        "telemetry",
+        "shm",
+        *{"shm": ["shm/stress"], "channel": ["channel", "channel/stress"]}[name],
+    ]
     target = _folder(kind, portable) / f"{name}_stress"
     objects = _compile(kind, _sources(*folders), portable)
     checked([COMPILER, *KINDS[kind], *objects, WRAPS[name], "-pthread", "-o", target], 120)
@@ -149,7 +155,7 @@ def driver(kind: str, name: str, portable: bool = False) -> Path:
 def memory_driver(kind: str, portable: bool = False) -> Path:
     """Build the stress driver of csrc/memory/stress."""
     target = _folder(kind, portable) / "memory_stress"
-    objects = _compile(kind, _sources("platform", "shm", "memory", "memory/stress"), portable)
+    objects = _compile(kind, _sources("platform", "telemetry", "shm", "memory", "memory/stress"), portable)
     checked([COMPILER, *KINDS[kind], *objects, "-pthread", "-ldl", "-o", target], 120)
     return target
 

@@ -20,15 +20,11 @@ log = logging.getLogger("monarch_backend")
 
 
 class Waitable(Protocol):
-    """Condition that threads wait for."""
-
     ready: bool
     wait_lock: threading.Lock | None  # acquired while a thread waits and another one reads; released when ready
 
 
 class Timer:
-    """Scheduled call."""
-
     __slots__ = ("_call", "_timers")
 
     def __init__(self, call: Callable[[], None], timers: Timers | None = None) -> None:

@@ -231,6 +231,42 @@ class Setting(Control, tag="setting"):
     value: Any
 
 
+class DeadlockStep(IntEnum):
+    """Step in the detection of a deadlock (_actor/deadlocks.py)."""
+
+    PROBE = 0
+    CLAIM = 1
+    RAISE = 2
+
+
+class DeadlockMember(msgspec.Struct, array_like=True, gc=False):
+    """An actor that waits for the reply of call number ``ref`` of its process. ``waits_for`` names the endpoint."""
+
+    token: str
+    actor: int
+    ref: int
+    name: str
+    rank: int
+    endpoint: str
+    waits_for: str
+    host: str
+    pid: int
+
+
+class Deadlock(Control, tag="deadlock"):
+    """To the actor that must handle call ``ref`` of the last member, which waits for it.
+
+    ``number`` numbers the probes of a process. In later steps it is the receiver's place in the cycle, and the members
+    are all of it.
+    """
+
+    step: DeadlockStep
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    actor: int
+    ref: int
+    members: Annotated[list[DeadlockMember], msgspec.Meta(min_length=1)]
+
+
 class Agent(Control, tag="agent"):
     """Between a controller and its agents on hosts: the body is a message of _hosts/protocol.py."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._transport.local.frames import Frame
-from monarch_backend._transport.tokens import epoch_of
+from monarch_backend._transport.tokens import epoch_of, identity_of
 
 if TYPE_CHECKING:
     from monarch_backend._transport.local.tree_multicast import ReplyAggregator
@@ -40,8 +40,6 @@ class PeerGoneError(MonarchError, ConnectionError):
 
 @dataclass(slots=True, eq=False)
 class CreditWaiter:
-    """Condition on which senders wait for credit."""
-
     ready: bool = False
     wait_lock: threading.Lock | None = None
 
@@ -53,6 +51,7 @@ class Peer:
     token: str
     credit: int  # left in the window
     epoch: int = field(init=False)
+    identity: int = field(init=False)  # in recorded events
     link: int = -1
     pid: int = 0
     label: str | Callable[[], str] = ""  # for messages: "gpus 3 of trainers"
@@ -73,6 +72,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.epoch = epoch_of(self.token)
+        self.identity = identity_of(self.token)
 
     def __str__(self) -> str:
         who = (self.label() if callable(self.label) else self.label) or short(self.token)

@@ -1,7 +1,5 @@
 """Sizes and limits of the router. Other modules read them here at each use: simulations and tests replace them."""
 
-from __future__ import annotations
-
 from monarch_backend._transport.local.links import MOST_IN_ONE as MOST_IN_ONE
 
 CREDIT_WINDOW = 1024

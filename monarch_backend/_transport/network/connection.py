@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._telemetry import texts
+from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._transport.network.auth import HandshakeError
 from monarch_backend._transport.network.rdma_send import PeerState
 from monarch_backend._transport.network.session import Session, SessionError
@@ -33,6 +35,8 @@ MOST_AT_ONCE = 1 << 20
 
 MOST_OF_ONE = 4 << 20
 """Bytes that are read from one connection before the others."""
+
+_MAX_REASON = 100  # characters of a reason that are recorded
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -80,6 +84,11 @@ class PeerConnection:
 
     def __str__(self) -> str:
         return f"{self.address[0]}:{self.address[1]}" if self.address else f"host {self.who.hex()[:8]}"
+
+
+def record_connection(remote: PeerConnection, event: str, reason: str = "") -> None:
+    """Record that a connection was made, or how it ended."""
+    texts.event(Kind.CONNECTION, str(remote), f"{event}: {reason[:_MAX_REASON]}" if reason else event)
 
 
 @dataclass(eq=False)

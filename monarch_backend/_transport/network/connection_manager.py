@@ -39,6 +39,7 @@ from monarch_backend._transport.network.connection import (
     PeerConnection,
     SocketIO,
     Timeouts,
+    record_connection,
 )
 from monarch_backend._transport.network.connection_reader import ConnectionReader
 from monarch_backend._transport.network.rdma_send import RdmaRead, RdmaSender, rdma_sender
@@ -281,6 +282,7 @@ class Tcp:
         """End a session: lost for ``why``, or with ``hang_up`` by this side, which tells the peer and calls nothing."""
         if self.remotes.pop(remote.id, None) is None:
             return
+        record_connection(remote, "ended" if hang_up else "lost", why)
         self.ended_sessions[remote.id] = None  # it must not begin again with frames that were delivered before
         while len(self.ended_sessions) > MAX_ENDED_SESSIONS:
             del self.ended_sessions[next(iter(self.ended_sessions))]
@@ -476,6 +478,7 @@ class Tcp:
             ended = ended and remote is not None and remote.connection is connection
             self.drop(connection)
             if remote is not None and remote.up:
+                record_connection(remote, "broken", remote.trouble)
                 self._on_broken(remote, error, ended)
 
     def _ready(self, connection: Connection, events: int) -> None:

@@ -31,6 +31,7 @@ from monarch_backend._transport.network.connection import (
     PeerConnection,
     Reader,
     ReceiveBuffer,
+    record_connection,
 )
 from monarch_backend._transport.network.rdma_send import RdmaRead
 from monarch_backend._transport.network.session import (
@@ -155,6 +156,7 @@ class ConnectionReader:
                 remote.attempt = None
             first, remote.up, remote.who, remote.pause = not remote.up, True, other.who, 0.0
             remote.times += 1
+            record_connection(remote, "made" if remote.times == 1 else "made again")
             remote.trouble, remote.closed = "", False
             remote.heard, remote.silence = time.monotonic(), self._tcp.bounds.silence
             self._tcp.remotes[remote.id] = remote

@@ -1,0 +1,124 @@
+#include "telemetry/stack_signal.h"
+
+#include <Python.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+#include "platform/system.h"
+
+namespace monarch::telemetry {
+namespace {
+
+std::atomic<int> file{-1};
+std::atomic<void (*)(int)> write_dump{nullptr};
+std::atomic<int> dump_signal{0};
+sem_t dump_wanted;  // never destroyed
+pid_t helped = 0;   // the process that has the thread
+std::atomic<pid_t> requester{0};
+PyObject* request_handler = nullptr;  // protected by the GIL
+
+void write_mark(const char* mark) {
+  [[maybe_unused]] const ssize_t written = write(file.load(), mark, std::strlen(mark));
+}
+
+// Only calls that a signal handler may make. The thread has the GIL.
+void dump() {
+  write_mark(dump_begin);
+  write_dump.load()(dump_signal.load());
+  write_mark(dump_end);
+}
+
+// Not PyGILState_Check, which is always true in a process with subinterpreters.
+bool has_gil() {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyThreadState* const current = PyThreadState_GetUnchecked();
+#else
+  PyThreadState* const current = _PyThreadState_UncheckedGet();
+#endif
+  return current != nullptr && current == PyGILState_GetThisThreadState();
+}
+
+void on_signal(int, siginfo_t* info, void*) {
+  const int error = errno;
+  if (info->si_code == SI_QUEUE) {
+    requester.store(info->si_pid);
+    sem_post(&dump_wanted);
+  } else if (has_gil()) {
+    dump();
+  } else {
+    sem_post(&dump_wanted);
+  }
+  errno = error;
+}
+
+void handle_request(pid_t from) {
+  if (request_handler == nullptr) return;
+  PyObject* const result = PyObject_CallFunction(request_handler, "i", static_cast<int>(from));
+  if (result == nullptr) PyErr_WriteUnraisable(request_handler);
+  Py_XDECREF(result);
+}
+
+void dump_when_wanted() {
+  while (true) {
+    if (sem_wait(&dump_wanted) != 0) continue;
+    const PyGILState_STATE state = PyGILState_Ensure();
+    if (const pid_t from = requester.exchange(0)) {
+      handle_request(from);
+    } else {
+      dump();
+    }
+    PyGILState_Release(state);
+  }
+}
+
+void start_helper() {
+  if (helped == getpid()) return;
+  if (sem_init(&dump_wanted, 0, 0) != 0) throw system_failure("making the semaphore of stack dumps");
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    std::thread(dump_when_wanted).detach();
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  helped = getpid();
+}
+
+}  // namespace
+
+bool ignore_unhandled(int number) {
+  struct sigaction present = {};
+  if (sigaction(number, nullptr, &present) != 0) throw system_failure("reading the handler of the stack signal");
+  if (present.sa_handler == SIG_IGN || present.sa_sigaction == on_signal) return true;
+  if (present.sa_handler != SIG_DFL) return false;
+  present.sa_handler = SIG_IGN;
+  if (sigaction(number, &present, nullptr) != 0) throw system_failure("ignoring the stack signal");
+  return true;
+}
+
+void set_request_handler(PyObject* handler) { Py_XSETREF(request_handler, Py_NewRef(handler)); }
+
+void wrap_dump_handler(int number, int descriptor) {
+  start_helper();
+  struct sigaction present = {};
+  if (sigaction(number, nullptr, &present) != 0) throw system_failure("reading the handler of the stack signal");
+  file.store(descriptor);
+  dump_signal.store(number);
+  if (present.sa_sigaction == on_signal) return;
+  write_dump.store(present.sa_handler);
+  present.sa_sigaction = on_signal;
+  present.sa_flags |= SA_RESTART | SA_SIGINFO;
+  if (sigaction(number, &present, nullptr) != 0) throw system_failure("installing the handler of the stack signal");
+}
+
+}  // namespace monarch::telemetry

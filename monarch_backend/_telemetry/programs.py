@@ -1,0 +1,168 @@
+"""Running programs of this machine as trees: program, processes, what their actors do.
+
+All of it is read from recording areas and /proc. No process has to answer, so it works while a program hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from monarch_backend._telemetry import discovery
+from monarch_backend._telemetry.kinds import Kind, SlotState, State
+from monarch_backend._telemetry.reader import Activity, RecordedProcess
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Process:
+    """A process of a program. Times are in seconds, memory in bytes. ``parent`` is the pid of its starter."""
+
+    pid: int
+    label: str
+    state: str
+    parent: int
+    age: float
+    exit_code: int | None
+    memory: int | None
+    cpu_seconds: float | None
+    activities: list[dict[str, Any]]
+
+
+@dataclass
+class Program:
+    """A program: its own process comes first in ``processes``. ``host``: where it runs, "" for this machine.
+
+    late_ranks.py fills ``late`` and ``slow``, where asked.
+    """
+
+    pid: int
+    command: str
+    processes: list[Process]
+    host: str = ""
+    late: list[dict[str, Any]] = field(default_factory=list)
+    slow: list[dict[str, Any]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.command[:60]})"
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells it from all others: hosts may use the same pids."""
+        return self.host, self.pid
+
+    def has(self, pids: Collection[int]) -> bool:
+        """Return whether one of its processes has one of these pids."""
+        return any(process.pid in pids for process in self.processes)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def programs() -> list[Program]:
+    """Return the running programs of this user that record. Raises NotImplementedError without /proc."""
+    found: dict[int, Program] = {}
+    nested: list[tuple[int, list[Process]]] = []
+    for area in discovery.areas():
+        processes = [_process(each, area.owner) for each in area.processes()]
+        if any(process.pid == area.owner for process in processes):
+            found[area.owner] = Program(area.owner, area.program, processes)
+        else:
+            nested.append((area.owner, processes))
+    while nested:  # processes that actors have started, in any depth
+        placed = [entry for entry in nested if _place(found, *entry)]
+        nested = [entry for entry in nested if entry not in placed]
+        if not placed:
+            break
+    for pid, processes in nested:  # of a daemon's agent: its controller is a program elsewhere
+        found[pid] = Program(pid, _command(pid), processes)
+    return [found[pid] for pid in sorted(found)]
+
+
+def select(name: str | None) -> list[Program]:
+    """Return the programs that ``name`` stands for: a pid of any of its processes, or a part of its command.
+
+    None stands for all. Raises LookupError, with the names that there are, if none matches.
+    """
+    all_programs = programs()
+    if name is None:
+        return all_programs
+    if name.isdecimal():
+        chosen = [each for each in all_programs if each.has([int(name)])]
+    else:
+        chosen = [each for each in all_programs if name in each.command]
+    if not chosen:
+        raise LookupError(
+            f"no running program is {name!r}; programs of this user on this machine: {listed(all_programs)}"
+        )
+    return chosen
+
+
+def listed(programs: Iterable[Program]) -> str:
+    """Return the programs as text for an error."""
+    return ", ".join(map(str, programs)) or "none"
+
+
+def _place(found: dict[int, Program], owner: int, processes: list[Process]) -> bool:
+    for program in found.values():
+        if program.has([owner]):
+            program.processes += processes
+            return True
+    return False
+
+
+def _process(recorded: RecordedProcess, owner: int) -> Process:
+    now = time.monotonic_ns()
+    memory, cpu = _usage(recorded.pid) if recorded.state == SlotState.ALIVE else (None, None)
+    return Process(
+        pid=recorded.pid,
+        label=recorded.label,
+        state="running" if recorded.state == SlotState.ALIVE else "ended",
+        parent=owner if recorded.pid != owner else 0,
+        age=(now - recorded.started_ns) / 1e9,
+        exit_code=None if recorded.state == SlotState.ALIVE else recorded.exit_code,
+        memory=memory,
+        cpu_seconds=cpu,
+        activities=[
+            _activity(each, now) for each in recorded.activities if each.kind != Kind.SPAN or each.state != State.IDLE
+        ],
+    )
+
+
+def _activity(activity: Activity, now: int) -> dict[str, Any]:
+    return {
+        "kind": Kind(activity.kind).title,
+        "name": activity.name,
+        "rank": activity.rank,
+        "state": State(activity.state).title,
+        "detail": activity.detail if activity.state != State.IDLE else "",
+        "seconds": max(0.0, (now - activity.since_ns) / 1e9),
+        "ended": activity.count,
+        "queue": activity.waiting if activity.state != State.IDLE and activity.kind != Kind.STEP else 0,
+        **({"median_seconds": activity.value / 1e9, "window": activity.waiting} if activity.kind == Kind.STEP else {}),
+    }
+
+
+def _usage(pid: int) -> tuple[int | None, float | None]:
+    """Return the resident memory and the processor time of a process."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            memory = int(file.read().split()[1]) * _PAGE
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except (OSError, IndexError):
+        return None, None
+    return memory, (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

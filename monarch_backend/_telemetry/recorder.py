@@ -1,0 +1,182 @@
+"""What this process records: names, activities and events. All functions have no effect while nothing is recorded.
+
+Recording starts with `start`, in the main program with its first processes, in others when they start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend._core import fork
+from monarch_backend._telemetry import recording_area, stack_signal
+from monarch_backend._telemetry.kinds import Kind
+from monarch_backend._telemetry.labels import fold_numbers
+from monarch_backend._telemetry.recording_area import RecordingArea, printable
+
+_log = logging.getLogger("monarch_backend")
+
+record_event = _native.record_event
+begin_activity = _native.begin_activity
+end_activity = _native.end_activity
+monotonic_ns = _native.monotonic_ns
+
+GROUP_RANKS = " has the ranks "
+"""What is between the name of a process group and its ranks, in the names of the recording."""
+
+MAX_GROUP_TEXT = 500
+"""Bytes of such a name. Ranks of larger groups are not recorded."""
+
+MAX_GROUP_BYTES = 8 << 10
+"""Room for such names in all. Ranks of further groups are not recorded, so that names of actors still fit."""
+
+_group_bytes = 0
+
+_lock = threading.Lock()
+_area: RecordingArea | None = None
+_names: dict[str, int] = {}
+_identity = 0
+_can_record = True
+_slot: tuple[int, int, int, str] | None = None  # in the starter's area: its pid and descriptor, the index, the label
+
+
+def area(label: str = "") -> RecordingArea | None:
+    """Return the area for the processes that this one starts, or None if nothing is recorded.
+
+    The first call makes it. It also starts the recording of this process as ``label``, unless its starter records it.
+    """
+    global _area, _can_record
+    with _lock:
+        if _area is None and _can_record and recording_area.is_wanted():
+            own = f"program {os.path.basename(sys.argv[0])}" if sys.argv else "program"
+            try:
+                _area = RecordingArea()
+                if not _native.is_recording():
+                    _native.use_recording(_area.descriptor, 0, printable(label or own))
+                    _names.clear()
+                    _native.set_recording_identity(_identity)
+                    stack_signal.install()
+            except (OSError, RuntimeError) as error:  # no descriptor, memory or thread left
+                _can_record = False
+                _log.warning("process %d does not record what it does: %s", os.getpid(), error)
+        return _area
+
+
+def own_area() -> int | None:
+    """Return a new descriptor of the area of the processes that this one starts, or None. Raises OSError."""
+    return None if _area is None else os.dup(_area.descriptor)
+
+
+def recording_area_of_this_process() -> int | None:
+    """Return a new descriptor of the area that has this process's slot, or None. Raises OSError."""
+    if _slot is None:
+        return own_area()
+    return os.open(f"/proc/{_slot[0]}/fd/{_slot[1]}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def start_rank(rank: str) -> None:
+    """Start the recording of a rank of torchrun in an area of its own, unless its starter records it."""
+    if not _native.is_recording():
+        area(f"rank {rank}")
+
+
+def start(owner: int, descriptor: int, index: int, label: str) -> None:
+    """Record this process into a slot of its starter's area. Without access to the area, nothing is recorded."""
+    global _slot
+    try:
+        recording_area.use(owner, descriptor, index, label)
+        _slot = (owner, descriptor, index, label)
+        _names.clear()
+        _native.set_recording_identity(_identity)
+        stack_signal.install()
+    except (OSError, RuntimeError):
+        return
+
+
+def name_mesh(name: str) -> None:
+    """Add the name of the mesh of this process to its label: "gpus 3 of trainers"."""
+    if _slot is not None and name:
+        owner, descriptor, index, label = _slot
+        with contextlib.suppress(OSError):  # the starter has ended
+            recording_area.set_label(owner, descriptor, index, f"{label} of {name}")
+
+
+def set_identity(identity: int) -> None:
+    """Set the number by which events of other processes refer to this one."""
+    global _identity
+    _identity = identity
+    _native.set_recording_identity(identity)
+
+
+def name_number(text: str) -> int:
+    """Return the number of a name in events."""
+    number = _names.get(text)
+    if number is None:
+        number = _native.intern_name(printable(text))
+        if number:
+            _names[text] = number
+    return number
+
+
+def take_cell(kind: int, name: str, rank: int = 0) -> int:
+    """Return a cell for an activity, 0 if there is none."""
+    return int(_native.take_cell(int(kind), printable(name), rank))
+
+
+def cell_number(cell: int) -> int:
+    """Return the place of a cell in the slot, from 1, or 0 for no cell."""
+    return int(_native.cell_number(cell))
+
+
+def release_cell(cell: int) -> None:
+    """Free a cell that `take_cell` has returned."""
+    _native.release_cell(cell)
+
+
+def event(
+    kind: int, name: str, detail: str = "", *, status: int = 0, start_ns: int = 0, reference: int = 0,
+    value: Any = 0, trace: int = 0,
+) -> None:  # fmt: skip
+    """Record an event. For paths that run rarely: it looks up both names."""
+    if _native.is_recording():
+        record_event(int(kind), status, name_number(name), name_number(detail), start_ns, reference, value, trace)
+
+
+def mesh(name: str, kind: str, extent: Any, reference: int = 0, procs: str = "") -> None:
+    """Record a new mesh: its class, its dimensions, and for actors the name of the mesh of their processes."""
+    if _native.is_recording():
+        about = {"class": kind, "sizes": dict(zip(extent.labels, extent.sizes, strict=True))}
+        if procs:
+            about["procs"] = procs
+        event(Kind.MESH, name, json.dumps(about, separators=(",", ":")), reference=reference)
+
+
+def process_group(name: str, ranks: Sequence[int]) -> None:
+    """Record the ranks of the world that share memory in a group. As a name it stays; an event would be overwritten."""
+    global _group_bytes
+    text = f"{name}{GROUP_RANKS}{fold_numbers(ranks)}"
+    size = len(text.encode()) + 2
+    if ranks and size <= MAX_GROUP_TEXT and _group_bytes + size <= MAX_GROUP_BYTES and text not in _names:
+        _group_bytes += size
+        name_number(text)
+
+
+def _in_forked_child() -> None:
+    global _area, _lock, _slot, _group_bytes
+    _slot = None
+    _group_bytes = 0
+    _lock = threading.Lock()
+    _names.clear()
+    if _area is not None:
+        _area.close()
+        _area = None
+
+
+fork.register(fork.Step.RECORDING, after_in_child=_in_forked_child)
