@@ -56,8 +56,6 @@ class Handle(NamedTuple):
 
 
 class Registry(RuntimeExtension):
-    """The registrations of one process."""
-
     def __init__(self, owner: Runtime) -> None:
         host = getattr(owner.links, "host", None)
         if host is None:

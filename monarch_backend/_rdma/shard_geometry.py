@@ -155,7 +155,6 @@ def _chunk(span: Span, ways: int, index: int) -> Span:
 
 
 def _slice(spans: list[Span], start: int, stop: int) -> Iterable[Span]:
-    """Return elements start:stop of the concatenated spans."""
     for (first, last), at in _placed(spans):
         low, high = max(first, first + start - at), min(last, first + stop - at)
         if low < high:

@@ -144,9 +144,7 @@ class NicRoute(AsyncRoute, Protocol):
 
     def begin_planned(
         self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
-    ) -> InFlightTransfer | None:
-        """Start a planned part, as `begin` does."""
-        ...
+    ) -> InFlightTransfer | None: ...
 
 
 def as_async_route(route: Route) -> AsyncRoute | None:

@@ -21,8 +21,6 @@ MAPPED, KERNEL, THREAD, GPU, EXTERNAL, UNKNOWN = range(6)
 
 
 class LocalRoute:
-    """Route to memory of this process."""
-
     name = "this process"
 
     def __init__(self, registry: Registry) -> None:

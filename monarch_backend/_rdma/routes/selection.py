@@ -62,8 +62,6 @@ def refuse_the_parents(handle: Handle) -> None:
 
 
 class Routes:
-    """The routes of one process."""
-
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
         """``submit`` runs a job on a thread that may block."""
         self._program, self._registry = owner, registry

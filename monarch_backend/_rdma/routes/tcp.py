@@ -291,7 +291,6 @@ class Tcp(Route):
         return request
 
     def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
-        """See AsyncRoute and `run`."""
         again = result.outcome == LOST and isinstance(part, ReadWriteOp) and not part.write
         return self._run(part, scope) if again else result
 

@@ -38,9 +38,10 @@ from monarch_backend._rdma.routes.protocol import (
     cancel_scope,
     of_nics,
 )
-from monarch_backend._rdma.routes.same_host import INLINE_MAX_BYTES
+from monarch_backend._rdma.routes.same_host import INLINE_MAX_BYTES, SameHost
 from monarch_backend._rdma.routes.selection import Routes, refuse_the_parents
 from monarch_backend._rdma.routes.verbs import Kept, refusal_of
+from monarch_backend._rdma.transfers import recording
 from monarch_backend._rdma.transfers.future import SingleFuture, TransferFuture
 from monarch_backend._rdma.transfers.transfer import Transfer, run_part
 from monarch_backend._transport.local.frames import Setting
@@ -130,17 +131,20 @@ class Engine(RuntimeExtension):
         Raises RDMAError if no route exists.
         """
         routed = [(part, self.routes.to(part.handle)) for part in parts]
+        record = recording.begin(routed)
         if len(routed) == 1:
             part, route = routed[0]
             nics = of_nics(route)
             if nics is None and _is_quick(part, route):
-                return self._at_once(part, route, keep, timeout, result)
-            if nics is not None and timeout is None and (single := self.single(part, nics, keep, result)) is not None:
-                return single
+                return self._at_once(part, route, keep, timeout, result, record)
+            if nics is not None and timeout is None:
+                single = self.single(part, nics, keep, result, record=record)
+                if single is not None:
+                    return single
         else:
             routed, keep = gathered(routed), Kept(keep or ())
         self.guard()
-        transfer = Transfer(self, len(routed), keep, timeout, result)
+        transfer = Transfer(self, len(routed), keep, timeout, result, record=record)
         if all(_is_quick(part, route) for part, route in routed):
             for part, route in routed:
                 transfer.run(part, route)
@@ -154,14 +158,20 @@ class Engine(RuntimeExtension):
         return transfer.future
 
     def single(
-        self, part: ReadWriteOp | AtomicOp, route: NicRoute, keep: Any, result: Callable[[], T], plan: Any = None
+        self,
+        part: ReadWriteOp | AtomicOp,
+        route: NicRoute,
+        keep: Any,
+        result: Callable[[], T],
+        plan: Any = None,
+        record: recording.Record | None = None,
     ) -> Future[T] | None:
         """Start one part by NICs on the caller's thread.
 
         Return None if it needs another thread. ``plan``: from the route, if it has one.
         """
         self.guard()
-        future = SingleFuture(self, part, route, keep, result)
+        future = SingleFuture(self, part, route, keep, result, record)
         if plan is None:
             in_flight = route.begin(part, None, keep, future.landed)
         else:
@@ -180,8 +190,9 @@ class Engine(RuntimeExtension):
         in_flight: InFlightTransfer | None,
         keep: Any,
         result: Any,
+        record: recording.Record | None,
     ) -> Transfer:
-        made = Transfer(self, 1, keep, None, result, future)
+        made = Transfer(self, 1, keep, None, result, future, record)
         made.watch()
         made.adopt(part, in_flight)
         return made
@@ -197,11 +208,14 @@ class Engine(RuntimeExtension):
 
         Return False if `start` has to run it. `start` also reports errors.
         """
-        return (
-            nbytes <= INLINE_MAX_BYTES
-            and handle.token in self.routes.reached
-            and self.registry.native.at_once(handle.token, handle.ticket, write, handle.offset, memory.address, nbytes)
-        )
+        if nbytes > INLINE_MAX_BYTES or handle.token not in self.routes.reached:
+            return False
+        record = None if nbytes < recording.MIN_BYTES else recording.begin_copy(SameHost.name, handle, write, nbytes)
+        native = self.registry.native
+        is_done: bool = native.at_once(handle.token, handle.ticket, write, handle.offset, memory.address, nbytes)
+        if is_done and record is not None:
+            record.end(None)
+        return is_done
 
     def again(
         self, parts: Sequence[ReadWriteOp | AtomicOp], memories: Sequence[LocalMemory]
@@ -213,8 +227,23 @@ class Engine(RuntimeExtension):
         """
         copies = self._copies(parts, memories)
         if copies is not None:
-            run = copies.run
-            return lambda timeout: DoneFuture() if (timeout is None or timeout > 0) and run() else None
+            run, first = copies.run, parts[0]
+            nbytes = sum(memory.nbytes for memory in memories)
+            recorded = first if nbytes >= recording.MIN_BYTES and isinstance(first, ReadWriteOp) else None
+
+            def copy_again(timeout: float | None) -> Future[None] | None:
+                if timeout is not None and timeout <= 0:
+                    return None
+                record = None
+                if recorded is not None:
+                    record = recording.begin_copy(SameHost.name, recorded.handle, recorded.write, nbytes)
+                if not run():
+                    return None
+                if record is not None:
+                    record.end(None)
+                return DoneFuture()
+
+            return copy_again
         if len(parts) != 1 or not isinstance(parts[0], ReadWriteOp):
             return None
         part, keep = parts[0], tuple(memories)
@@ -222,7 +251,13 @@ class Engine(RuntimeExtension):
         plan = None if route is None else route.planned(part, keep)
         if route is None or plan is None:
             return None
-        return lambda timeout: self.single(part, route, keep, nothing, plan) if timeout is None else None
+
+        def repeat(timeout: float | None) -> Future[None] | None:
+            if timeout is not None:
+                return None
+            return self.single(part, route, keep, nothing, plan, recording.begin(((part, route),)))
+
+        return repeat
 
     def _copies(self, parts: Sequence[ReadWriteOp | AtomicOp], memories: Sequence[LocalMemory]) -> Any:
         """Return a native Copies that repeats many `at_once` copies. None if one of them is unsuitable."""
@@ -240,13 +275,21 @@ class Engine(RuntimeExtension):
         return _native.Copies(self.registry.native, copies)
 
     def _at_once(
-        self, part: ReadWriteOp | AtomicOp, route: Route, keep: Any, timeout: float | None, result: Callable[[], Any]
+        self,
+        part: ReadWriteOp | AtomicOp,
+        route: Route,
+        keep: Any,
+        timeout: float | None,
+        result: Callable[[], Any],
+        record: recording.Record | None,
     ) -> Future[Any]:
         """Run a part on a route that is quick. Nothing waits for it, so it needs no locks or events."""
         ended = run_part(part, route, cancel_scope(timeout), keep)
         if ended.outcome == DONE:
+            if record is not None:
+                record.end(None)
             return Future.of(result())
-        transfer = Transfer(self, 1, keep, timeout, result)
+        transfer = Transfer(self, 1, keep, timeout, result, record=record)
         transfer.end_with(part.handle, ended)
         return transfer.future
 
@@ -347,7 +390,8 @@ class TransferPlanCache:
         if address + nbytes > start + size or not local.is_contiguous() or local.is_conj() or local.is_neg():
             return None
         plan = plan.over((Allocation(start, size, storage),))
-        begun: Future[None] | None = mover.single(part, route, (storage,), nothing, plan)
+        record = recording.begin(((part, route),))
+        begun: Future[None] | None = mover.single(part, route, (storage,), nothing, plan, record)
         return begun
 
 

@@ -15,6 +15,7 @@ from monarch_backend._actor.calls.future import Future, no_wait
 from monarch_backend._actor.errors import CancelledError
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.routes.protocol import DONE, AtomicOp, InFlightTransfer, NicRoute, ReadWriteOp, Result
+from monarch_backend._rdma.transfers.recording import Record
 from monarch_backend._verbs import hears
 
 if TYPE_CHECKING:
@@ -77,10 +78,16 @@ _OVER: dict[str, Any] = {"by": None}
 class SingleFuture(TransferFuture[T]):
     """Future of one part on a NIC route. A Transfer takes it over when it fails or is cancelled."""
 
-    __slots__ = ("_awaited", "_ends", "_in_flight", "_keep", "_mover", "_part", "_result", "_route")
+    __slots__ = ("_awaited", "_ends", "_in_flight", "_keep", "_mover", "_part", "_record", "_result", "_route")
 
     def __init__(
-        self, mover: Engine, part: ReadWriteOp | AtomicOp, route: NicRoute, keep: Any, result: Callable[[], T]
+        self,
+        mover: Engine,
+        part: ReadWriteOp | AtomicOp,
+        route: NicRoute,
+        keep: Any,
+        result: Callable[[], T],
+        record: Record | None,
     ) -> None:
         self.ready = False
         self.wait_lock = self._value = self._error = self._raw = self._cancel = self._callbacks = self._lock = None
@@ -90,6 +97,7 @@ class SingleFuture(TransferFuture[T]):
         self._route: Any = route
         self._keep: Any = keep
         self._result: Any = result
+        self._record = record
         self._in_flight: InFlightTransfer | None = None
         # "by": the transfer that handles the end, or None for the future itself; the first entry is valid
         self._ends: dict[str, Transfer | None] = {}
@@ -111,6 +119,8 @@ class SingleFuture(TransferFuture[T]):
         if isinstance(self._part, AtomicOp):
             self._part.take(result.found)
         mover = self._mover
+        if self._record is not None:
+            self._record.end(None)
         self._set(self._result())
         self._drop()
         if self._awaited:
@@ -125,7 +135,7 @@ class SingleFuture(TransferFuture[T]):
         mover, part, in_flight, keep, result = self._mover, self._part, self._in_flight, self._keep, self._result
         if self.ready:  # the attributes read above may be None by then
             return None
-        made: Transfer = mover.taking_over(self, part, in_flight, keep, result)
+        made: Transfer = mover.taking_over(self, part, in_flight, keep, result, self._record)
         seen_to_by = self._ends.setdefault("by", made)
         if seen_to_by is made:
             self.taken_over(made)

@@ -32,6 +32,7 @@ from monarch_backend._rdma.routes.protocol import (
 )
 from monarch_backend._rdma.routes.verbs import CANCEL_GRACE_S, MAX_POLL_S
 from monarch_backend._rdma.transfers.future import TransferFuture, look_and_sleep, refuse_to_wait
+from monarch_backend._rdma.transfers.recording import Record
 
 if TYPE_CHECKING:
     from monarch_backend._rdma.transfers.engine import Engine
@@ -69,9 +70,10 @@ class Transfer:
         timeout: float | None,
         result: Callable[[], Any],
         future: TransferFuture[Any] | None = None,
+        record: Record | None = None,
     ) -> None:
-        """``future``: one to take over; the default is a new one."""
-        self._result = result
+        """``future``: one to take over; the default is a new one. ``record`` is ended with the transfer."""
+        self._result, self._record = result, record
         self._engine, self._left, self._keep, self._timeout = engine, count, keep, timeout
         self._scope = cancel_scope(timeout)
         self._lock = threading.Lock()
@@ -337,6 +339,8 @@ class Transfer:
         self.unwatch()
         if self._late is not None:
             self._late.cancel()
+        if self._record is not None:
+            self._record.end(self._error)
         if self._error is not None:
             self.future._fail(self._error)
         else:
