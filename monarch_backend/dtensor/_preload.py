@@ -3,8 +3,6 @@
 If it fails, processes start all the same. A worker reports the reason when a device mesh is made.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 with contextlib.suppress(Exception):

@@ -39,6 +39,8 @@ class Define(enum.IntEnum):
     BY_RANK = 1
     GROUP = 2
     GRAPH = 3
+    OPERATOR = 4
+    """A custom operator's name, and the Python module that registers it."""
 
 
 class Tag(enum.IntEnum):
@@ -58,8 +60,6 @@ class Tag(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """The kind of a signature's results."""
-
     NONE = 0
     """No result: it changes operands, or its result is not used."""
     ONE = 1

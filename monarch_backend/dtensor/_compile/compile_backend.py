@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor._compile import lowering, merge_graphs
 from monarch_backend.dtensor._compile.lowering import Capture, GraphLowering
-from monarch_backend.dtensor._controller import call_sites
+from monarch_backend.dtensor._controller import call_sites, recording
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor, on_the_cpu
 from monarch_backend.dtensor._controller.tensor_meta import Meta
@@ -28,6 +28,7 @@ from monarch_backend.dtensor._patches import manifest, trace_installation
 from monarch_backend.dtensor._patches.semantics import aot_tangents, graph_breaks, graph_inputs, trace_backends
 from monarch_backend.dtensor._per_rank import rank_classes
 from monarch_backend.dtensor._per_rank.rank_classes import Classes
+from monarch_backend.dtensor._torch_internals import recompilation
 
 OPTIONS = ("inductor",)
 statistics = {"graphs": 0, "calls": 0}
@@ -46,10 +47,14 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
             f"{', '.join(OPTIONS)}; modes are not supported"
         )
     inductor = bool(given.get("inductor", True))
+    start = recording.monotonic_ns()
     try:
         _refuse_autocast(graph)
         with on_the_cpu():
-            return aot_tangents.with_hooks(_traced(graph, inputs, inductor))
+            traced = aot_tangents.with_hooks(_traced(graph, inputs, inductor))
+        reason = recompilation.reason()
+        recording.record(recording.COMPILER, "compile" if reason is None else f"recompile: {reason}", start)
+        return traced
     except graph_breaks.Restart:
         raise
     except Exception as error:
@@ -58,6 +63,7 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
         # own error.
         ours = isinstance(error, RemoteTensorError)
         why = str(error) if ours else f"{type(error).__name__}: {error}"
+        recording.record(recording.COMPILER, f"left to eager code: {why}", start, has_failed=True)
         raise graph_breaks.LeftToEagerError(why) from error  # type: ignore[arg-type]
 
 
@@ -151,8 +157,11 @@ class _Graph:
         capture = captures.get(key)
         if capture is None:
             statistics["graphs"] += 1
+            start = recording.monotonic_ns()
             with fake_tensors.one_at_a_time:
                 capture = self._capture(workers, list(args))
+            detail = f"capture again: {_difference(next(reversed(captures)), key)}" if captures else "capture"
+            recording.record(workers.name, detail, start, reference=capture.number)
             captures[key] = capture
         return _run(workers, capture, args)
 
@@ -205,7 +214,14 @@ def _kind(value: Any) -> Any:
     return float if type(value) is float else (type(value), value)
 
 
+def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """Return the first argument that differs between two keys of captures."""
+    pairs = enumerate(zip(before, now, strict=False))
+    return next((f"argument {at} is {new}, and was {old}" for at, (old, new) in pairs if old != new), "other arguments")
+
+
 def _run(workers: WorkerSet, capture: Capture, args: Any) -> list[Any]:
+    start = recording.monotonic_ns()
     here: Any = ()
     if capture.here is not None:
         with torch.no_grad():
@@ -233,6 +249,7 @@ def _run(workers: WorkerSet, capture: Capture, args: Any) -> list[Any]:
             workers.write(record, capture.nbytes)
         else:
             capture.draws.around(lambda: workers.write(record, capture.nbytes))
+        recording.record(workers.name, "captured step", start, reference=capture.number)
     elif capture.created:
         raise RemoteTensorError("a captured step without operations has results of the workers")
     numbered = iter(created)

@@ -385,6 +385,7 @@ class GraphLowering:
         if target is torch.ops.monarch_backend.by_rank.default:
             made, args, kwargs = per_rank_op.arguments(args[1], args[0])
             name, args = "monarch_backend.dtensor._worker.graph_executor:by_rank", [made.name, *args]
+        self.workers.define_operator(name)
         ins = None
         if name.startswith(_protocol.COLLECTIVES) and not any(each in name for each in MEETS):
             leaves = pytree.tree_leaves((args, kwargs))

@@ -136,7 +136,6 @@ def _of_rank(value: torch.Tensor, rank: int) -> torch.Tensor | None:
 
 
 def _only(function: fx.GraphModule, places: Sequence[int]) -> fx.GraphModule:
-    """Return the function with these of its results, and all its arguments."""
     (output,) = _nodes(function, "output")
     results: Any = output.args[0]
     wanted = [results[place] for place in places]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from monarch_backend import _native
 from monarch_backend._core import fork
 from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._controller import recording
 from monarch_backend.dtensor._errors import MeshClosedError
 
 FIRST, MOST = 100, 1600
@@ -37,8 +38,6 @@ SEND_TIMEOUT_S = 1.0
 
 
 class CommandChannel(Protocol):
-    """Channel to all workers of a set."""
-
     def send(self, batch: bytes) -> None:
         """Send to all workers, without a reply."""
 
@@ -56,10 +55,10 @@ class CommandChannel(Protocol):
 
 
 class Stream:
-    """All commands for one set of workers."""
+    """All commands for one set of workers, with the name of their mesh."""
 
-    def __init__(self, line: CommandChannel) -> None:
-        self._line = line
+    def __init__(self, line: CommandChannel, name: str = "") -> None:
+        self._line, self._name = line, name
         self.words: list[Any] = []  # never replaced: other threads append while a batch is taken from its front
         self.unreachable: list[int] = []
         self._definitions: list[Any] = []
@@ -121,6 +120,7 @@ class Stream:
 
     def flush(self, *, wait: bool = True) -> None:
         """Send all words. ``wait``: block while workers are too far behind."""
+        start = recording.monotonic_ns()
         with self._sending:
             if self.closed is not None:
                 raise self.closed
@@ -138,8 +138,11 @@ class Stream:
                     self._missing.append(self._line.send_counted(batch))
             finally:
                 self._handing_over = False
+            recording.record(self._name, recording.BATCH, start, reference=self.batches, value=len(batch))
         while wait and (answer := self._oldest_of_too_many()) is not None:
+            start = recording.monotonic_ns()
             answer()
+            recording.record(self._name, "wait for workers that are behind", start)
 
     def _oldest_of_too_many(self) -> Callable[[], object] | None:
         with self._sending:

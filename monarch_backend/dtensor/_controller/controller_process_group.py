@@ -236,7 +236,6 @@ def remove_owner(workers: WorkerSet) -> None:
 
 
 def owners() -> list[WorkerSet]:
-    """Return all WorkerSets, those of real processes if there are any."""
     real = [each for each in _owners if not each.is_simulated]
     return real or list(_owners)
 

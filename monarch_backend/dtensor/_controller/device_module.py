@@ -23,8 +23,6 @@ class _Happened:
 
 
 class Event(_Happened):
-    """Event with the interface of torch.cuda.Event."""
-
     record = wait = _Happened.synchronize
 
 

@@ -22,10 +22,6 @@ def item(tensor: RemoteTensor) -> Any:
     return tensor._meta.workers.read(tensor, "item")()
 
 
-def ask_of(tensor: RemoteTensor, what: str, *others: Any) -> list[Any]:
-    return tensor._meta.workers.ask(what, tensor._ref.id, *[each._ref.id for each in others])
-
-
 def text_of(tensor: Any) -> str:
     """Return the text of a tensor or DTensor as torch prints it. Of a large one only the shown values are read."""
     options, plain, prefix = _tensor_str.PRINT_OPTS, tensor.detach(), "tensor("

@@ -80,8 +80,6 @@ class Meta:
 
 
 class MetaCache:
-    """All metadata of one set of workers."""
-
     def __init__(self, workers: WorkerSet) -> None:
         self._workers = workers
         # Tensors and signatures keep the metadata that they use.

@@ -16,7 +16,7 @@ import torch
 from monarch_backend import _native
 from monarch_backend._core import debug_log
 from monarch_backend.dtensor import _protocol
-from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller import controller_process_group, recording
 from monarch_backend.dtensor._controller.command_stream import DELETE_THRESHOLD_BYTES, FIRST, MOST, Stream
 from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
@@ -24,6 +24,7 @@ from monarch_backend.dtensor._controller.tensor_meta import MetaCache, refuse_sp
 from monarch_backend.dtensor._controller.worker_failures import WorkerFailures
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteTensorError
 from monarch_backend.dtensor._protocol import Define, Signature
+from monarch_backend.dtensor._torch_internals import custom_ops
 from monarch_backend.dtensor._worker import local_functions
 
 _serials = itertools.count(1)
@@ -69,10 +70,11 @@ class WorkerSet:
         self.metas = MetaCache(self)
         self.ids = itertools.count(1)
         self.kept: dict[Any, Any] = {}  # data of other modules about these workers, for their lifetime
-        self.stream = Stream(line)
+        self.stream = Stream(line, name)
         self._words = self.stream.words
         self.unreachable = self.stream.unreachable
         self._by_rank: dict[Any, int] = {}
+        self._operators: set[str] = set()  # those whose modules the workers know
         self._keys: dict[int, Any] = {}  # of `_by_rank`
         self.sink = _native.Sink(
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
@@ -126,10 +128,20 @@ class WorkerSet:
         self, target: str, args: list[Any], kwargs: dict[str, Any], operands: int, kind: int, results: int,
         writes: list[int], ins: list[Any], orders: Sequence[list[int] | None] = (),
     ) -> int:  # fmt: skip
+        self.define_operator(target)
         number = next(self.stream.numbers)
         signature = Signature(number, target, args, kwargs, operands, kind, results, writes, ins, list(orders))
         self.stream.define(Define.SIGNATURE, *signature)
         return number
+
+    def define_operator(self, target: str) -> None:
+        """Send the module of a custom operator to the workers, once. They may not have imported it."""
+        name = target.rpartition(".")[0]
+        if name not in self._operators:
+            self._operators.add(name)
+            module = custom_ops.module_of(name)
+            if module is not None:
+                self.stream.define(Define.OPERATOR, name, module)
 
     def define_by_rank(self, numbers: Sequence[int], of_rank: Sequence[int]) -> int:
         """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing if that is -1."""
@@ -246,7 +258,7 @@ class WorkerSet:
         replies = self.line.ask("read", tensor._ref.id, rank, how)
 
         def wait(_keep: Any = tensor) -> Any:
-            value = self.failures.check(replies())[rank]
+            value = self._recorded(f"read {how}", replies, tensor._ref.id)[rank]
             if value is None:
                 raise RemoteTensorError(f"rank {rank} of {self.name} has no part of this tensor, so it has no value")
             return value
@@ -256,7 +268,17 @@ class WorkerSet:
     def ask(self, what: str, *args: Any) -> list[Any]:
         """Return all ranks' replies; waits."""
         self._flush_for_a_read()
-        return self.failures.check(self.line.ask(what, *args)())
+        return self._recorded(f"ask {what}", self.line.ask(what, *args))
+
+    def _recorded(self, detail: str, replies: Callable[[], list[Any]], reference: int = 0) -> list[Any]:
+        """Wait for the replies of all workers, and record the wait. Raises RemoteOpError for their failures."""
+        start, has_failed = recording.monotonic_ns(), True
+        try:
+            values = self.failures.check(replies())
+            has_failed = False
+        finally:
+            recording.record(self.name, detail, start, reference=reference, has_failed=has_failed)
+        return values
 
     def _flush_for_a_read(self) -> None:
         self.sink.limit = FIRST

@@ -81,7 +81,6 @@ def _keep(running: Any, there: Any) -> None:
 
 
 def _of_channels(local: Any, x: Any, by_channel: Sequence[bool]) -> Any:
-    """Return a value for each channel, or for none."""
     if local is None:
         return None
     mesh, size = x.device_mesh, local.size(0)

@@ -35,7 +35,7 @@ def _item(_func: Any, args: Any, _kwargs: Any) -> Any:
 
 def _equal(_func: Any, args: Any, _kwargs: Any) -> bool:
     first, second = pytree.tree_map(dispatch._plain(args, {}), list(args))
-    return False not in fetch.ask_of(first, "equal", second)
+    return False not in first._meta.workers.ask("equal", first._ref.id, second._ref.id)
 
 
 def _allclose(_func: Any, args: Any, kwargs: Any) -> bool:

@@ -58,7 +58,6 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def arguments(number: int, tensors: Any) -> tuple[Call, Any, Any]:
-    """Return the call of this number, and its arguments with these tensors."""
     made = _calls[number]
     mine = iter(tensors)
     args, kwargs = pytree.tree_unflatten([next(mine) if each is _TENSOR else each for each in made.leaves], made.spec)

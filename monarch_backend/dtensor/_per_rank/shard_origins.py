@@ -28,8 +28,6 @@ _aten = torch.ops.aten
 
 
 class Whole(NamedTuple):
-    """The DTensor of a shard."""
-
     mesh: Any
     placements: tuple[Any, ...]
     shape: tuple[int, ...]

@@ -155,7 +155,6 @@ def _fixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _fill(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -> Any:
-    """Run ``func(tensor, *args)``, which changes the tensor."""
     local = _local(tensor)
     if tracing_state.is_traced(local):
         return _fill_in_a_trace(func, tensor, args, generator)

@@ -232,6 +232,8 @@ class CommandInterpreter:
             self.functions[number] = known if mine >= 0 else op_functions.skip(known)  # type: ignore[arg-type]
         elif what == Define.GROUP:
             self._groups.join(*definition)
+        elif what == Define.OPERATOR:
+            op_functions.note_module(*definition)
         elif what == Define.GRAPH:
             graph = Graph(*definition)
             self.functions[graph.number] = GraphFunction(graph, self._rank, self.device, self._groups.name_of)
@@ -262,7 +264,6 @@ class CommandInterpreter:
     # Failures ---------------------------------------------------------------------------------------------------
 
     def new_failure(self, operation: str, site: int, error: BaseException, order: int | None = None) -> Failure:
-        """Return a new failure; the caller reports it."""
         order = self._before if order is None else order
         is_end = isinstance(error, (GroupClosedError, RankFailedError)) or c10d_registry.says_gone(error)
         return Failure(failures.report_of(operation, site, self._rank, error), order, is_end=is_end)

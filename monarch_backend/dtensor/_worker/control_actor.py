@@ -169,8 +169,6 @@ def rejoin_after(run: int) -> threading.Event:
 
 
 class ControlActor(Actor):
-    """The control actor of one executor."""
-
     def __init__(self, device_type: str) -> None:
         self._inbox = inboxes[device_type]
 

@@ -25,8 +25,6 @@ from monarch_backend.dtensor._worker.xla import xla_device
 
 
 class Executor(Actor):
-    """Executor in one process of a device mesh."""
-
     def __init__(self, device_type: str, timeout: float) -> None:
         self.rank = current_rank().rank
         self._timeout = datetime.timedelta(seconds=timeout)

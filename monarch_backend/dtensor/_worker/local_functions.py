@@ -13,7 +13,6 @@ def own(tensor: torch.Tensor, _inside: torch.Tensor) -> torch.Tensor:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on this device, with the same strides."""
     return tensor.to(device, copy=True)
 
 

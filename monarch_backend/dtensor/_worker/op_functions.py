@@ -191,8 +191,35 @@ def find(target: str) -> Any:
     if target.startswith("prims."):
         importlib.import_module("torch._inductor.inductor_prims")  # registers them
     importlib.import_module(_DEFINED_IN.get(target.split(".")[0], "torch"))
-    found = operator.attrgetter(target)(torch.ops)
+    found = _operator(target)
     return found if _adapted is None else _adapted(found)
+
+
+def _operator(target: str) -> Any:
+    get = operator.attrgetter(target)
+    try:
+        return get(torch.ops)
+    except AttributeError as missing:
+        module = _MODULES.get(target.rpartition(".")[0])
+        remedy = (
+            "put it into a module that workers can import, or import its module there before its first use: "
+            'procs.run(importlib.import_module, "name").get()'
+        )
+        if module in (None, "__main__"):
+            raise RuntimeError(f"this worker has no operator {target}: {remedy}") from missing
+        try:
+            importlib.import_module(module)
+            return get(torch.ops)
+        except (ImportError, AttributeError) as error:
+            raise RuntimeError(
+                f"this worker has no operator {target}, which {module} registers on the controller "
+                f"({type(error).__name__}: {error}): {remedy}"
+            ) from error
+
+
+def note_module(name: str, module: str) -> None:
+    """Keep the module that registers a custom operator, which this process may not have imported."""
+    _MODULES[name] = module
 
 
 def replace(targets: dict[str, Callable[..., Any]], adapted: Callable[[Any], Any]) -> None:
@@ -203,6 +230,8 @@ def replace(targets: dict[str, Callable[..., Any]], adapted: Callable[[Any], Any
 
 
 _adapted: Callable[[Any], Any] | None = None
+_MODULES: dict[str, str] = {}
+"""Modules of the controller's custom operators, by the operator's name without its overload."""
 _DEFINED_IN = {"fsdp": "torch.distributed.fsdp"}
 """Operators of torch that exist after an import."""
 _REPLACED: dict[str, Callable[..., Any]] = {

@@ -35,7 +35,6 @@ def state_of(device: torch.device) -> bytes:
 
 
 def set_state(state: bytes, device: torch.device) -> None:
-    """Set the controller's state for the next numbers."""
     _generators.set_state(_generator(device), state)
     _lost.clear()
 

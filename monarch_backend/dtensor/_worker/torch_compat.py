@@ -92,7 +92,6 @@ def select(shards: list[torch.Tensor], shard_index: int) -> torch.Tensor:
 
 
 def pad_uneven(placement: Any, local: torch.Tensor, logical_dim_size: int, num_chunks: int) -> torch.Tensor:
-    """Pad to the size of the largest shard."""
     if logical_dim_size % num_chunks:
         local = _pad(local, placement.dim, -(-logical_dim_size // num_chunks) - local.size(placement.dim))
     return local.contiguous()

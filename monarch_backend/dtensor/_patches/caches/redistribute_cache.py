@@ -165,7 +165,8 @@ def _on_the_way(current: DTensorSpec, target: DTensorSpec) -> DTensorSpec | None
     if not any(_has_no_way(*pair) for pair in pairs):
         return None
     placements = tuple(Replicate() if _has_no_way(*pair) else pair[0] for pair in pairs)
-    if any(type(each) not in _STATELESS for each in placements) or not _is_in_order(current):
+    is_in_order = DTensorSpec.is_default_device_order(current.shard_order)  # False for a placement with its own order
+    if any(type(each) not in _STATELESS for each in placements) or not is_in_order:
         placements = (Replicate(),) * len(pairs)
     return DTensorSpec(current.mesh, placements, tensor_meta=current.tensor_meta)
 
@@ -189,10 +190,6 @@ def _in_order(local: Any, spec: DTensorSpec) -> Any:
 
 def _has_no_way(current: Any, target: Any) -> bool:
     return type(target) is Partial and current != target and not current.is_replicate()
-
-
-def _is_in_order(spec: DTensorSpec) -> bool:
-    return DTensorSpec.is_default_device_order(spec.shard_order)  # False for a placement with its own order
 
 
 def _redistribute(own: Any) -> Replacement:

@@ -167,7 +167,8 @@ def _correct_reductions(known: dict[Any, Any]) -> None:
         _change(known, operator, lambda own: _reduced(_from_known_values(own, 2, _norm), 2))
     _change(known, _aten.linalg__powsum.default, lambda own: _reduced(_from_known_values(own, 2, _sum), 2))
     for operator, reduction in (
-        (_aten._foreach_norm.Scalar, _norm), (_aten._foreach_max.default, _max), (_aten._foreach_powsum.Scalar, _sum),
+        (_aten._foreach_norm.Scalar, _norm), (_aten._foreach_max.default, lambda _: "max"),
+        (_aten._foreach_powsum.Scalar, _sum),
     ):  # fmt: skip
         _change(known, operator, functools.partial(_from_known_values, at=None, reduction=reduction))
 
@@ -182,10 +183,6 @@ def _norm(op_schema: Any) -> Any:
 
 def _sum(_op_schema: Any) -> str:
     return "sum"
-
-
-def _max(_op_schema: Any) -> str:
-    return "max"
 
 
 def _from_known_values(own: Replacement, at: int | None, reduction: Callable[[Any], Any]) -> Replacement:

@@ -28,10 +28,6 @@ def stands_for_gpus() -> bool:
     return controller_process_group.is_controller() and not torch.cuda.is_available()
 
 
-def _stands_for_xla() -> bool:
-    return controller_process_group.is_controller() and "xla" in _libraries
-
-
 def controls(device_type: str) -> bool:
     """Whether there are workers with such devices."""
     return controller_process_group.is_controller() and any(
@@ -158,13 +154,14 @@ _checkpointed = types.SimpleNamespace(
 
 def _module_to(own: Any) -> Replacement:
     def to(self: Any, *args: Any, **options: Any) -> Any:
-        if not stands_for_gpus() and not _stands_for_xla():
+        if not stands_for_gpus() and not (controller_process_group.is_controller() and "xla" in _libraries):
             return own(self, *args, **options)
         # Torch without GPUs knows only devices with a number; with one, it asks for a tensor there.
         args = tuple(_with_number(each) for each in args)
         options = {name: _with_number(each) for name, each in options.items()}
         # A parameter of this process would take the memory of a remote tensor, which has none.
-        changes_class = _is_to_workers((*args, *options.values())) or any(map(_is_on_workers, _tensors_of(self)))
+        is_on_workers = any(isinstance(each, (RemoteTensor, DTensor)) for each in _tensors_of(self))
+        changes_class = is_on_workers or _is_to_workers((*args, *options.values()))
         with _swapping() if changes_class else contextlib.nullcontext():
             return own(self, *args, **options)
 
@@ -174,10 +171,6 @@ def _module_to(own: Any) -> Replacement:
 def _is_to_workers(given: Any) -> bool:
     devices = [each.device if isinstance(each, torch.Tensor) else each for each in given]
     return any(isinstance(each, torch.device) and is_of_workers(each.type) for each in devices)
-
-
-def _is_on_workers(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, (RemoteTensor, DTensor))
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:

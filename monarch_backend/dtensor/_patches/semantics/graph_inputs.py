@@ -221,8 +221,6 @@ def _or_with_sizes(own: Any) -> Any:
 
 
 class _Before(torch.autograd.Function):
-    """History of an input that has one, in a trace."""
-
     @staticmethod
     def forward(_ctx: Any, tensor: Any) -> Any:
         return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)
