@@ -32,6 +32,7 @@ from monarch_backend._actor.context import (
 from monarch_backend._actor.errors import (
     ActorError,
     CancelledError,
+    DeadlockError,
     Death,
     MeshFailure,
     SupervisionError,
@@ -50,6 +51,8 @@ from monarch_backend._mesh.shape import Shape
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._processes.resource_limits import SpawnLimitError
 from monarch_backend._serialization.pickling import DeserializationError, SerializationError
+from monarch_backend._telemetry.metrics import get_meter
+from monarch_backend._telemetry.spans import span, traced
 from monarch_backend._transport.local.peer import PeerGoneError
 
 __all__ = [
@@ -60,6 +63,7 @@ __all__ = [
     "CancelledError",
     "Channel",
     "Context",
+    "DeadlockError",
     "Death",
     "DeserializationError",
     "Endpoint",
@@ -91,10 +95,13 @@ __all__ = [
     "current_size",
     "endpoint",
     "gather",
+    "get_meter",
     "get_or_spawn_controller",
     "run_worker_loop_forever",
     "send",
+    "span",
     "this_host",
     "this_proc",
+    "traced",
     "unhandled_fault_hook",
 ]

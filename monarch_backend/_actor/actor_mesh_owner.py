@@ -23,6 +23,7 @@ from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend._serialization.exceptions import unpack_exception
 from monarch_backend._serialization.pickling import dumps
+from monarch_backend._telemetry import recorder
 from monarch_backend._transport.local.frames import Construct, Constructed, Failed, Frame, Stop, Stopped
 from monarch_backend._transport.local.peer import Peer
 
@@ -33,8 +34,6 @@ log = logging.getLogger("monarch_backend")
 
 
 class OwnedActors:
-    """The owner's record of an actor mesh."""
-
     def __init__(
         self,
         core: ActorMeshState,
@@ -122,6 +121,7 @@ class ActorMeshOwner:
         siblings.append(core)
         if procs._core.owned is not None:
             procs._core.owned.actors.append(core)
+        recorder.mesh(name, cls.__qualname__, core.extent, core.actor, procs=procs._core.name)
         for rank in range(len(core.bases)):
             self.construct(core, rank)
         return ActorMesh(core)

@@ -33,6 +33,7 @@ class Death:
     trace: str = ""  # remote traceback of that error
     last_words: tuple[str, ...] = ()  # the end of its stderr
     at_start: bool = False  # in ``bootstrap=``, before the process was ready
+    messages: tuple[str, ...] = ()  # what it was doing, and its last messages, if they were recorded on this host
 
     @property
     def signal(self) -> int | None:
@@ -85,6 +86,42 @@ class ActorError(MonarchError, RuntimeError):
 
     def __reduce__(self) -> Any:
         return (ActorError, (self.args[0], self.actor, self.endpoint, self.rank), {"__cause__": self.__cause__})
+
+
+@public("monarch_backend.actor")
+class DeadlockError(MonarchError, RuntimeError):
+    """Actors wait for each other in a cycle. Each of them raises it: in ``get()``, or where it sends to a full queue.
+
+    Each actor of the cycle handles one message at a time, so none would continue. The actors go on after the error.
+    ``members`` has one text for each actor: its mesh, endpoint, rank, host and pid, and the endpoint that it waits for.
+    The first one is the actor in which the error is raised. It is empty if an actor waits for its own reply. Calls with
+    a limit of time, ``get(timeout=...)`` or ``options(timeout=...)``, are not checked.
+
+    >>> from monarch_backend.actor import Actor, ActorError, DeadlockError, endpoint, this_proc
+    >>> class Asker(Actor):
+    ...     @endpoint
+    ...     def ask(self, other, me):
+    ...         return other.forward.call_one(me).get()
+    ...     @endpoint
+    ...     def forward(self, other):
+    ...         return other.answer.call_one().get()
+    ...     @endpoint
+    ...     def answer(self):
+    ...         return 1
+    >>> a, b = this_proc().spawn("a", Asker), this_proc().spawn("b", Asker)
+    >>> try:
+    ...     a.ask.call_one(b, a).get()
+    ... except ActorError as error:
+    ...     print(type(error.__cause__).__name__, len(error.__cause__.members))
+    DeadlockError 2
+    """
+
+    def __init__(self, text: str, members: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.members = tuple(members)
+
+    def __reduce__(self) -> Any:
+        return (DeadlockError, (self.args[0], self.members), {"__cause__": self.__cause__})
 
 
 @public("monarch_backend.actor")
@@ -191,6 +228,7 @@ def _told(failure: BaseException) -> str:
     lines = [f"mesh {failure.mesh_name!r} lost {len(failure.deaths)} of its ranks"]
     for death in failure.deaths[:8]:
         lines.append(f"  {death}")
+        lines += [f"    - {line}" for line in death.messages]
         lines += [f"    {line}" for line in death.trace.splitlines()]
         lines += [f"    | {line}" for line in death.last_words]
     if len(failure.deaths) > 8:

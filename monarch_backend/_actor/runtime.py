@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend._actor import current_runtime, process_groups, program_exit
+from monarch_backend._actor import current_runtime, notebook, process_groups, program_exit
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
 from monarch_backend._actor.calls.future import Future
-from monarch_backend._actor.calls.pending_calls import STREAM_WINDOW
+from monarch_backend._actor.calls.pending_calls import STREAM_WINDOW, cancel_calls
 from monarch_backend._actor.calls.port import PortReceiver
 from monarch_backend._actor.calls.waiting import Waiting, log_wait
 from monarch_backend._actor.current_runtime import is_of_parent, program
+from monarch_backend._actor.deadlocks import DeadlockDetector
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.execution.local_actors import LocalActors
 from monarch_backend._actor.execution.runner import ActorRunner
@@ -45,12 +46,14 @@ from monarch_backend._core.limits import start_thread
 from monarch_backend._logs.worker_logging import install_worker_logging
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
+from monarch_backend._telemetry import recorder
 from monarch_backend._transport.local.event_loop import ProgressLoop
 from monarch_backend._transport.local.frames import (
     REPORT_BUSY,
     Cancel,
     Construct,
     Constructed,
+    Deadlock,
     Failed,
     Frame,
     Kind,
@@ -64,6 +67,7 @@ from monarch_backend._transport.local.links import Clock, Links, LocalLinks, Rea
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.local.router import Router
 from monarch_backend._transport.local.tree_multicast import ReplyAggregator
+from monarch_backend._transport.tokens import identity_of
 
 log = logging.getLogger("monarch_backend")
 
@@ -99,6 +103,7 @@ class Runtime:
         self.extensions = Extensions()
         self.hosts = KnownHosts(self)
         self.host_names = self.hosts.names_of
+        self.deadlocks = DeadlockDetector(self)
         self.waiting = Waiting(self)
         self.wait: Callable[..., bool] = self.waiting.wait
         self.shutdown = Shutdown(self)
@@ -127,6 +132,7 @@ class Runtime:
                 Failed: self.actor_owner.on_failed,
                 Replaced: references.on_replaced,
                 Setting: self._set,
+                Deadlock: self.deadlocks.receive,
             }
         )
         self.owner = ProcessOwner(self)
@@ -170,6 +176,12 @@ class Runtime:
         """Construct an actor in each process. A simulator refuses some classes."""
         return self.actor_owner.spawn(procs, name, cls, args, kwargs, restart)
 
+    def profile_procs(self, procs: ProcMesh, seconds: Any, steps: Any, ranks: Any) -> Future[Any]:
+        """Profile processes on this host. Return a Future of the result."""
+        from monarch_backend._actor.processes.profile import profile
+
+        return profile(self, procs, seconds, steps, ranks)
+
     def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
         """Make the processes the ranks of a torch process group. Return a Future."""
         return process_groups.meet(self, procs, backend, timeout)
@@ -178,6 +190,10 @@ class Runtime:
         """Set the level of ``logging`` in the processes. The log collector filters what is shown."""
         for peer in core.peers:
             self.router.tell(peer, Setting("log_level", level))
+
+    def cancel_calls(self, procs: ProcMeshState, ranks: Sequence[int], reason: str) -> int:
+        """Cancel this process's calls that wait for these processes. Return their number."""
+        return cancel_calls(self, reason, procs=procs, ranks=ranks)
 
     # ---- stopping
 
@@ -297,6 +313,9 @@ def start(token: str = "", oversubscribed: bool = False) -> Runtime:
     links = LocalLinks(token, oversubscribed=oversubscribed)
     holder: list[Runtime] = []
     progress = ProgressLoop(links.mailbox, lambda events: holder[0].router.handle(links.translate(events)))
+    recorder.set_identity(identity_of(links.token))
+    if not token:  # the starter of another process records it
+        recorder.area()
     made = Runtime(links, progress, RealClock())
     holder.append(made)
     progress.start()
@@ -307,7 +326,10 @@ def start(token: str = "", oversubscribed: bool = False) -> Runtime:
 def start_main() -> None:
     """Start the runtime of the main program, at its first use."""
     env.check()
-    start().shutdown.register()
+    runtime = start()
+    runtime.shutdown.register()
+    if env.get("MONARCH_CANCEL_ON_INTERRUPT"):
+        notebook.cancel_interrupted_cells(runtime)
 
 
 def _in_forked_child() -> None:

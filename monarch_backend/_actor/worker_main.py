@@ -21,8 +21,10 @@ from monarch_backend._logs import worker_logging
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._processes import finalization
 from monarch_backend._processes.child_bootstrap import report_exception
+from monarch_backend._processes.debugging import channel
 from monarch_backend._serialization import pickling
 from monarch_backend._serialization.exceptions import remote_traceback
+from monarch_backend._telemetry import recorder
 from monarch_backend._transport.local.event_loop import release
 from monarch_backend._transport.local.frames import Constructed, Failed
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
@@ -70,6 +72,7 @@ class _MainThread:
         self.leaving = reason
         self.is_aborted = self.is_aborted or how == "abort"
         self._program.leaving = True
+        channel.end_waits(reason)
         for runner in reversed(list(self._program.runners.values())):
             runner.end_in_time(how, reason)
         self._wake()
@@ -99,6 +102,7 @@ def main(plan: Plan) -> None:
     oversubscribed = plan.local_processes + 1 > (os.cpu_count() or 1) if plan.local_processes else plan.oversubscribed
     blocking_calls.install()
     program = runtime.start(plan.token, oversubscribed)
+    recorder.name_mesh(plan.name)
     owner = program.router.peer(plan.owner)
     program.server_address = plan.server
     program.root = program.router.peer(plan.root, owner)

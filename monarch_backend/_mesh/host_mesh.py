@@ -52,6 +52,7 @@ class HostMesh(MeshBase):
         proc_bind: Any = None,
         restart: Any = None,
         env: Mapping[str, str] | None = None,
+        post_mortem: bool = False,
     ) -> ProcMesh:
         """Start processes on each host, 8 with ``per_host={"gpus": 8}``. Return their `ProcMesh` at once.
 
@@ -60,6 +61,9 @@ class HostMesh(MeshBase):
         "cores", "numa", a list with the CPUs of each process, or a function of its rank. ``restart``, a `Restart`, is
         the policy for processes that die; without it a death is a failure of the mesh.
 
+        With ``post_mortem``, an error in an endpoint waits with its frames for `monarch-backend debug`. The caller gets
+        it when a client of the debugger has sent `continue`.
+
         If ``bootstrap`` raises, ``initialized`` raises `MeshFailure` and calls raise `SupervisionError`, with its
         traceback. The program does not end.
 
@@ -67,6 +71,8 @@ class HostMesh(MeshBase):
         Raises TypeError for arguments of a wrong type, `SpawnLimitError` (a RuntimeError) for more processes than the
         system has room for, and RuntimeError for a host that is lost.
         """
+        if post_mortem:
+            env = {**(env or {}), "MONARCH_POST_MORTEM": "1"}
         extent = Extent.of({} if per_host is None else per_host)
         clash = set(extent.labels) & set(self._shape.labels)
         if clash:

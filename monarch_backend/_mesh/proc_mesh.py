@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -204,6 +204,19 @@ class ProcMesh(MeshBase):
         """
         return extension("dtensor").device_mesh(self, device_type, timeout)
 
+    def profile(
+        self, *, seconds: float | None = None, steps: int | None = None, ranks: Iterable[int] | None = None
+    ) -> Any:
+        """Profile these processes with torch.profiler. Return a `Future` of a `telemetry.ProfileResult`.
+
+        It lasts for some ``seconds``, or for some calls of `telemetry.step` in each process, at most a minute.
+        ``ranks`` are those of this mesh or slice; all by default. The result merges torch's operators with what the
+        processes record. Processes that do not answer, have no torch or are on other hosts are among its problems.
+
+        Raises ValueError for wrong arguments, and NotImplementedError on systems other than Linux.
+        """
+        return program().profile_procs(self, seconds, steps, ranks)
+
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function as SPMD code in these processes, with torch.distributed's groups. Return a `Future` of its
         results.
@@ -225,6 +238,27 @@ class ProcMesh(MeshBase):
         has spawned.
         """
         return program().stop_procs(whole(self, "stop"), "stop", reason, timeout)
+
+    def cancel(self, reason: str = "cancelled by its owner") -> int:
+        """Cancel this program's calls that wait for actors on these processes. Return their number.
+
+        Queued messages are dropped and running endpoints are interrupted, as `Future.cancel` does. The futures raise
+        CancelledError. A slice of the mesh cancels the calls that wait for one of its processes.
+
+        >>> import time
+        >>> from monarch_backend.actor import Actor, endpoint, this_host
+        >>> class Sleeper(Actor):
+        ...     @endpoint
+        ...     def sleep(self):
+        ...         time.sleep(1000)
+        >>> procs = this_host().spawn_procs({"gpus": 2})
+        >>> future = procs.spawn("sleeper", Sleeper).sleep.call()
+        >>> procs.cancel()
+        1
+        >>> future.exception()
+        CancelledError('cancelled by its owner')
+        """
+        return program().cancel_calls(self._core, self._shape.ranks, reason)
 
     def abort(self, reason: str = "aborted by its owner") -> Any:
         """End the processes after the running messages, at the latest after 10 seconds. Return a `Future` of None.
@@ -284,3 +318,11 @@ class ProcMesh(MeshBase):
 
     def __repr__(self) -> str:
         return f"ProcMesh({self._core.name!r}, {self.extent})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: a table of the processes and of what they do."""
+        # Imported here: readers of recordings need numpy, and few programs show a mesh.
+        from monarch_backend._telemetry.mesh_html import as_html
+
+        core = self._core
+        return as_html(repr(self), [f"{core.where(rank)} of {core.name}" for rank in self._shape.ranks])

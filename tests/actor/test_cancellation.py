@@ -27,6 +27,7 @@ from monarch_backend.actor import (
     endpoint,
 )
 from tests.actor.actors import Gate, Sync, pid_of, running, stopped_processes, until
+from tests.actor.script_runner import python
 from tests.actor.support import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -595,3 +596,71 @@ def test_interrupt_anywhere_in_a_call_keeps_state_consistent(flooding: tuple[Act
     source, _ = flooding
     interrupt_often(source.ask.call_one)
     assert [source.still_well.call_one(i).get(PATIENCE) for i in range(20)] == list(range(20))
+
+
+# ---- all calls of a mesh or of a cell
+
+PROGRAM = """
+import os, signal, time
+from monarch_backend.actor import Actor, CancelledError, endpoint, this_host
+
+MAIN = os.getpid()
+
+
+class Sleeper(Actor):
+    @endpoint
+    def interrupt(self):
+        os.kill(MAIN, signal.SIGINT)
+        time.sleep(1e6)
+
+    @endpoint
+    def sleep(self):
+        time.sleep(1e6)
+
+
+procs = this_host().spawn_procs({"gpus": 2})
+first, second = (procs.slice(gpus=rank).spawn(f"sleeper{rank}", Sleeper) for rank in range(2))
+"""
+
+
+def test_cancel_of_a_mesh_ends_its_calls_and_no_others(procs: ProcMesh) -> None:
+    first, second = (procs.slice(gpus=rank) for rank in range(2))
+    gates = [mesh.spawn(f"gate{number}", Gate) for number, mesh in enumerate((first, second))]
+    held = [gate.wait.call_one() for gate in gates]
+    queued = gates[0].wait.call()
+    for gate, count in zip(gates, (2, 1), strict=True):
+        until(lambda gate=gate, count=count: gate.counts.call_one().get()[0] == count, "the calls have come")  # type: ignore[misc]
+    assert first.cancel("enough") == 2
+    for future in (held[0], queued):
+        with pytest.raises(CancelledError, match="enough"):
+            future.get(PATIENCE)
+    until(lambda: gates[0].counts.call_one().get() == (2, 0), "the endpoints have ended")
+    assert not held[1].done()
+    assert procs.cancel() == 1
+    assert isinstance(held[1].exception(PATIENCE), CancelledError)
+    assert procs.cancel() == 0
+
+
+def test_interrupted_get_says_what_still_runs() -> None:
+    done = python("-c", PROGRAM + "first.interrupt.call_one().get()")
+    assert "KeyboardInterrupt" in done.stderr
+    assert "The call goes on: sleeper0.interrupt of procs-0 waits for rank 0 of 1 (" in done.stderr
+    assert "Future.cancel() or ProcMesh.cancel() ends it" in done.stderr
+
+
+def test_interrupted_cell_cancels_its_own_calls() -> None:
+    cells = [
+        PROGRAM,
+        "before = second.sleep.call_one()",
+        "mine = first.interrupt.call_one(); mine.get()",
+        "print(type(mine.exception(60)).__name__, before.done())",
+    ]
+    code = f"""
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in {cells!r}:
+    shell.run_cell(cell)
+"""
+    done = python("-c", code, env={"MONARCH_CANCEL_ON_INTERRUPT": "1"})
+    assert "CancelledError False" in done.stdout, done.stdout + done.stderr
+    assert "1 call of this cell cancelled" in done.stderr

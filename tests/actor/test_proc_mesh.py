@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._core import platform
-from monarch_backend.actor import Actor, ActorError, ProcMesh, current_rank, endpoint, this_host
+from monarch_backend.actor import Actor, ProcMesh, current_rank, endpoint, this_host
 from tests.actor.actors import until
 from tests.actor.support import PATIENCE, Faults
 from tests.support.terminal import Terminal
@@ -52,11 +51,6 @@ class Speaker(Actor):
         import subprocess
 
         subprocess.run(["echo", "from a child"], check=True)
-
-    @endpoint
-    def stop_at_breakpoint(self) -> tuple[str, int]:
-        breakpoint()
-        return "went on", os.getpid()
 
     @endpoint
     def environment(self, *names: str) -> list[str | None]:
@@ -242,7 +236,8 @@ def test_bootstrap_runs_first(shown: Terminal, faults: Faults) -> None:
         imported = [name for name in sys.modules if name.startswith("tests.")]
         from monarch_backend._core import platform
 
-        threads = len(os.listdir("/proc/self/task")) if platform.HAS_PROC else 1
+        # The stack signal has a thread.
+        threads = len(os.listdir("/proc/self/task")) - platform.HAS_MEMFD if platform.HAS_PROC else 1
         os.environ["DEVICE"] = os.environ["FROM_ENV"] + f" {imported} {threads}"
 
     with this_host().spawn_procs({"gpus": 2}, bootstrap=bootstrap, env={"FROM_ENV": "accelerator"}) as procs:
@@ -280,21 +275,3 @@ def test_forks_of_a_worker_do_not_disturb_it(procs: ProcMesh, shown: Terminal) -
     procs.stop().get(PATIENCE)
     shown.wait("[gpus 0-1] still here")
     assert shown.err == ""
-
-
-@pytest.mark.parametrize("chosen", ["", "0", "os.getpid"])
-def test_breakpoint_in_an_endpoint_raises_unless_the_environment_names_a_debugger(chosen: str) -> None:
-    procs = this_host().spawn_procs({"gpus": 2}, env={"PYTHONBREAKPOINT": chosen})
-    speakers = procs.spawn("speakers", Speaker)
-    one = speakers.slice(gpus=1).stop_at_breakpoint
-    if chosen:
-        assert one.call_one().get(PATIENCE)[0] == "went on"
-    else:
-        with pytest.raises(ActorError) as caught:
-            one.call_one().get(PATIENCE)
-        cause = caught.value.__cause__
-        assert type(cause) is RuntimeError
-        assert re.search(r"gpus 1 \(host .*, pid \d+\): the process has no terminal", str(cause)), cause
-        assert "py-spy dump --pid" in str(cause) and "debugpy.breakpoint" in str(cause)
-        assert one.call_one().exception(PATIENCE) is not None, "the actor lives on"
-    procs.stop().get(PATIENCE)

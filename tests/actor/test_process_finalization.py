@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import threading
 import time
 import weakref
@@ -132,6 +133,7 @@ if __name__ == "__main__":
     holder.hold.call_one(Path({str(held)!r})).get()
 """)
     run: Any = python(str(script))
-    assert (run.returncode, run.stderr) == (0, "")
+    said = re.sub("monarch_backend: waiting for gpus 0 .* to finish, .*\n", "", run.stderr)  # on a busy machine
+    assert (run.returncode, said) == (0, "")
     assert written(held) == WRITTEN | {"of the program": "Note collected"}
     assert "the last line" in run.stdout

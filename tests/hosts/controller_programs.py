@@ -34,6 +34,7 @@ from monarch_backend.actor import (
     ActorError,
     ActorMesh,
     Channel,
+    DeadlockError,
     MeshFailure,
     ProcMesh,
     Restart,
@@ -250,6 +251,30 @@ def values(*addresses: str) -> None:
     assert [name for name, *_ in workers.slice(gpus=0).place.call().get(PATIENCE).values()] == [*NAMES[1 : 2 + last]]
     alone = hosts.slice(hosts=last).spawn_procs({"gpus": 1}).spawn("alone", Worker)
     assert alone.place.call_one().get(PATIENCE)[0] == NAMES[1 + last]
+    procs.stop().get(PATIENCE)
+
+
+class Caller(Actor):
+    @endpoint
+    def hop(self, route: list[ActorMesh]) -> str:
+        return "end" if not route else str(route[0].hop.call_one(route[1:]).get())
+
+
+def deadlock(*addresses: str) -> None:
+    """Actors on two hosts that wait for each other raise DeadlockError, and go on. Busy ones raise nothing."""
+    _, procs, workers = begin(addresses)
+    callers = procs.spawn("callers", Caller)
+    a, b, c = (callers.slice(hosts=host, gpus=gpu) for host, gpu in ((0, 0), (1, 0), (1, 1)))
+    for route in ([b, a], [b, c, a]):
+        start = time.monotonic()
+        error = a.hop.call_one(route).exception(PATIENCE)
+        assert isinstance(error, ActorError) and isinstance(error.__cause__, DeadlockError), error
+        text = str(error.__cause__)
+        assert len(error.__cause__.members) == len(route)
+        assert f"host {NAMES[1]}, pid" in text and f"host {NAMES[2]}, pid" in text, text
+        print(f"measured: a cycle of {len(route)} over hosts is found in {time.monotonic() - start:.3f} s")
+    assert a.hop.call_one([b, c]).get(PATIENCE) == "end"
+    assert len(workers.place.call().get(PATIENCE)) == len(workers)
     procs.stop().get(PATIENCE)
 
 

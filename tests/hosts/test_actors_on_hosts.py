@@ -13,7 +13,7 @@ from tests.actor.script_runner import WarmInterpreter
 from tests.hosts.support import World, any_address6
 from tests.support.hosts import hosts, refusal
 
-BASICS = ["values", "payloads", "ports_and_references"]
+BASICS = ["values", "payloads", "ports_and_references", "deadlock"]
 
 
 SLOW = ["order", "exceptions", "streams"]  # programs whose code paths are the same on one host

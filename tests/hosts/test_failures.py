@@ -24,8 +24,7 @@ def whole(world: World) -> Iterator[None]:
     """Restore the network after the test."""
     yield
     assert world.where is not None
-    for index in range(len(world.where.cables.pids) - 1):
-        world.where.cables.heal(index)
+    world.where.cables.heal_all()
 
 
 def lose(world: World, daemons: list[Daemon], how: str, most: float) -> None:

@@ -223,7 +223,7 @@ class Watch:
     def _not_answered(self, message: Message, error: SupervisionError, keys: list[Key]) -> None:
         lost = (self.is_gone(message.homes[key]) or key in self.troubled or self.apart(message, key) for key in keys)
         if not any(lost):
-            self.violations.append(f"{message} failed, and nobody whom it was for had died: {error}")
+            self.violations.append(f"{message} failed, although all its receivers live: {error}")
         if error.delivery == "unknown":
             return
         if error.delivery != "not sent":

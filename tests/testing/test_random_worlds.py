@@ -105,7 +105,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "delivery": (pending_calls, "supervision_error", _always_not_sent, "promise 2"),
     "recast": (TreeMulticast, "_bypass", _nothing, WAITS),
     "replies of a lost child": (ReplyAggregator, "lost", _nothing, f"that are over|{WAITS}"),
-    "no room": (RetryQueue, "run", _nothing, f"{WAITS}|steps, and no end|nobody whom it was for had died"),
+    "no room": (RetryQueue, "run", _nothing, f"{WAITS}|steps, and no end|although all its receivers live"),
     "where": (PeerTable, "on_reply", _nothing, WAITS),
     "met": (PeerTable, "on_request", _nothing, WAITS),
     "gone, one call": (pending_calls.UnaryCall, "on_gone", _nothing, WAITS),

@@ -122,7 +122,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "a receiver of many is left out": (Gateway, "deliver_to_many", _forgets_the_last, WAITS),
     "ends are not told": (Gateway, "_has_ended", _nothing, WAITS),
     "the loss of a host is not told": (Gateway, "lost_host", _nothing, WAITS),
-    "what finds no room is lost": (Gateway, "_put", _gives_up, WAITS),
+    "frames for a full link are lost": (Gateway, "_put", _gives_up, f"{WAITS}|although all its receivers live"),
     "a break loses what was under way": (Session, "resume", _nothing_again, "comes after frame"),
     "a process hears of no end": (RemoteLinks, "_lose", _nothing, WAITS),
     "agents do not mind silence": (agent.AgentProcess, "_lost", _nothing, "promise"),

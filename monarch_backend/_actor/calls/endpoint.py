@@ -19,10 +19,14 @@ from monarch_backend._actor.calls.pending_calls import (
     loading,
 )
 from monarch_backend._actor.calls.unread_errors import CallSite
+from monarch_backend._actor.calls.wait_notice import expire_late
 from monarch_backend._actor.current_runtime import program
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._serialization.pickling import dumps
+from monarch_backend._telemetry import kinds, recorder
+from monarch_backend._telemetry.recorder import record_event
+from monarch_backend._telemetry.spans import current_span
 from monarch_backend._transport.local.frames import Kind
 from monarch_backend._transport.local.peer import PeerGoneError
 
@@ -34,6 +38,7 @@ R = TypeVar("R")
 A = TypeVar("A")
 
 _call = int(Kind.CALL)
+_SENT = int(kinds.Kind.SENT)
 
 
 class Endpoint(Generic[R]):
@@ -73,6 +78,8 @@ class Endpoint(Generic[R]):
         self._check = spec.check
         self._timeout: float | None = None
         self._turn = 0
+        self._names = recorder.name_number(self._core.name), recorder.name_number(spec.name)
+        self._mesh_name, self._method_name = self._names
 
     @property
     def name(self) -> str:
@@ -229,6 +236,7 @@ class Endpoint(Generic[R]):
         program.pending[ref] = call
         try:
             program.router.send(peer, _call, core.actor, ref, at, self._prefix, body, buffers)
+            record_event(_SENT, 0, self._mesh_name, self._method_name, 0, ref, len(body), current_span())
         except PeerGoneError:
             program.pending.pop(ref, None)
             call._fail(supervision_error(program.failure_of(core, rank), self._label(), "not sent"))
@@ -253,6 +261,7 @@ class Endpoint(Generic[R]):
         try:
             pairs = [(peer, i) for i, peer in enumerate(peers)]
             program.router.multicast(pairs, _call, core.actor, ref, self._prefix, body, buffers, combine)
+            record_event(_SENT, 0, *self._names, 0, ref, len(body), current_span())
         except BaseException:
             program.pending.pop(ref, None)
             raise
@@ -288,6 +297,7 @@ class Endpoint(Generic[R]):
                 stream.refuse(i, supervision_error(failure, self._label(), "not sent"))
         going = [(peer, first + i) for i, peer in enumerate(peers) if i in stream._open]
         program.router.multicast(going, _call, core.actor, ref, self._prefix, body, buffers)
+        record_event(_SENT, 0, *self._names, 0, ref, len(body), current_span())
         for peer, i in going:
             if peer.gone is not None:
                 stream.on_gone(peer, program.failure_of(core, ranks[i - first]))
@@ -302,6 +312,7 @@ class Endpoint(Generic[R]):
         self._refuse_dead(places)
         pairs = [(core.peer(self._ranks[place]), place) for place in places]
         program.router.multicast(pairs, _call, core.actor, 0, prefix, body, buffers)
+        record_event(_SENT, 0, *self._names, 0, 0, len(body), current_span())
 
     def _refuse_dead(self, places: Sequence[int]) -> None:
         program, core = self._program, self._core
@@ -318,13 +329,15 @@ class Endpoint(Generic[R]):
         def late() -> None:
             waiting = program.pending.pop(ref, None)
             if waiting is not None:
-                late = TimeoutError(f"{self._label()} took longer than {seconds} s; it was cancelled at the actor")
-                waiting.expire(late)
+                text = f"{self._label()} took longer than {seconds} s; it was cancelled at the actor"
+                expire_late(program, waiting, seconds or 0.0, text)
 
         program, ref = self._program, call.ref
         timer = program.progress.later(seconds or 0.0, late)
         if isinstance(call, Future):
             call.add_done_callback(lambda _: timer.cancel())
+            if isinstance(call, (UnaryCall, BroadcastCall)):
+                call.has_limit = True
 
     def _label(self) -> str:
         return f"{self._core.name}.{self.name}"

@@ -94,8 +94,15 @@ class Future(Generic[T]):
             timeout = check_timeout(timeout)
         if not self.ready:
             self._warn_in_loop()
-            if not self._wait(self, timeout) and not self.ready:
-                raise TimeoutError(f"no answer within {timeout:g} s; the call goes on, see Future.cancel()")
+            try:
+                is_done = self._wait(self, timeout)
+            except KeyboardInterrupt as error:
+                if not self.ready and (text := self._late_text(0.0)) and sys.version_info >= (3, 11):
+                    error.add_note(f"The call goes on{text}. Future.cancel() or ProcMesh.cancel() ends it.")
+                raise
+            if not is_done and not self.ready:
+                text = f"no answer within {timeout:g} s; the call goes on, see Future.cancel()"
+                raise TimeoutError(text + self._late_text(timeout or 0.0))
         return self.result()
 
     def result(self, timeout: float | None = None) -> T:
@@ -265,6 +272,10 @@ class Future(Generic[T]):
 
     def _label(self) -> str:
         return "an operation"
+
+    def _late_text(self, _seconds: float) -> str:
+        """Return what is known of a value that is late, for the end of an error's text."""
+        return ""
 
     def _finish(self) -> None:
         self._cancel = None

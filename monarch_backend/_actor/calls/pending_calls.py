@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch_backend._actor.calls.codec import supervision_error
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.unread_errors import CallSite
+from monarch_backend._actor.calls.wait_notice import late_text
 from monarch_backend._actor.errors import CancelledError, MeshFailure
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.rank_text import ranks_in_words
@@ -27,6 +28,7 @@ from monarch_backend._transport.local.peer import Peer
 if TYPE_CHECKING:
     from monarch_backend._actor.meshes.mesh_state import ActorMeshState
     from monarch_backend._actor.runtime import Runtime
+    from monarch_backend._mesh.proc_mesh import ProcMeshState
 
 T = TypeVar("T")
 
@@ -55,10 +57,11 @@ loading = threading.RLock()
 class _Call(Future[T]):
     """A call that waits for replies, of one rank or of all."""
 
-    __slots__ = ("core", "endpoint", "program", "ref", "site")
+    __slots__ = ("core", "endpoint", "has_limit", "program", "ref", "site")
 
     core: ActorMeshState
     endpoint: str
+    has_limit: bool  # unset without a limit of time: such a call spends no time on it
     program: Runtime
     ref: int
 
@@ -76,10 +79,15 @@ class _Call(Future[T]):
         """Fail with this error, and cancel the call at the actors that have not replied."""
         raise NotImplementedError
 
+    def missing(self) -> list[tuple[int, Peer]]:
+        """Return the ranks that have not replied, with their processes."""
+        raise NotImplementedError
+
+    def _late_text(self, seconds: float) -> str:
+        return late_text(self, seconds)
+
 
 class UnaryCall(_Call[T]):
-    """A call of one rank."""
-
     __slots__ = ("base_rank", "load", "peer")
 
     def __init__(
@@ -110,6 +118,9 @@ class UnaryCall(_Call[T]):
             self.set_lazy_result(partial(loads, frame.body, frame.buffers))
         else:
             self.core.set_error(self, frame, self.endpoint, self.base_rank, self.site)
+
+    def missing(self) -> list[tuple[int, Peer]]:
+        return [] if self.ready else [(self.base_rank, self.peer)]
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         if peer is self.peer and self.program.pending.pop(self.ref, None) is not None:
@@ -169,6 +180,10 @@ class BroadcastCall(_Call[ValueMesh[T]]):
         bodies, self._bodies = self._bodies, []
         return ValueMesh(self.extent, [loads(body, buffers) for body, buffers in bodies])
 
+    def missing(self) -> list[tuple[int, Peer]]:
+        replies = zip(self.bases, self.peers, list(self._bodies), strict=False)
+        return [(base, peer) for base, peer, body in replies if body is None]
+
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         for rank, asked in enumerate(self.peers):
             if asked is peer and not self.ready and self._bodies[rank] is None:
@@ -176,7 +191,7 @@ class BroadcastCall(_Call[ValueMesh[T]]):
                 self._fail(supervision_error(failure, self._label(), _delivery(peer, failure)))
 
     def expire(self, error: BaseException) -> None:
-        waiting = [peer for peer, body in zip(self.peers, self._bodies, strict=True) if body is None]
+        waiting = [peer for _, peer in self.missing()]
         self._fail(error)
         self.program.withdraw(self.core, self.ref, waiting, str(error))
 
@@ -263,6 +278,10 @@ class Stream(Generic[T]):
             self._put(-1, None, supervision_error(failure, label, _delivery(peer, failure)))
             self._open.discard(rank)
         self._settle()
+
+    def missing(self) -> list[tuple[int, Peer]]:
+        """Return the ranks that have not ended, with their processes."""
+        return [(self.bases[rank], self.peers[rank]) for rank in sorted(self._open)]
 
     def refuse(self, rank: int, error: BaseException) -> None:
         """Note that nothing was sent to this rank."""
@@ -427,24 +446,51 @@ class _Unread:
             self.program.pending.pop(self.ref, None)
 
 
+_CONTROLLER = "monarch_backend.dtensor."
+
+
+def cancel_calls(
+    runtime: Runtime, reason: str, *, procs: ProcMeshState | None = None, ranks: Sequence[int] = (), after: int = 0
+) -> int:
+    """Cancel calls that wait for replies, as `Future.cancel` does, and return their number.
+
+    ``procs`` and ``ranks``: only calls that wait for one of these processes. ``after``: only calls with higher numbers.
+    Calls of a controller's workers go on: a part of their operations would be missing.
+    """
+    peers = None if procs is None else [procs.peer(rank) for rank in ranks]
+    cancelled = 0
+    for ref, what in list(runtime.pending.items()):
+        call = what.stream() if isinstance(what, _Watched) else what
+        if ref <= after or not isinstance(call, _Call | Stream):
+            continue
+        if call.core.blueprint.cls.__module__.startswith(_CONTROLLER):
+            continue
+        if peers is not None and not any(peer in peers for _, peer in call.missing()):
+            continue
+        if runtime.pending.pop(ref, None) is not None:
+            call.expire(CancelledError(reason))
+            cancelled += 1
+    return cancelled
+
+
 class _Watched:
     """Weak reference to a stream that passes on its replies."""
 
-    __slots__ = ("_stream",)
+    __slots__ = ("stream",)
 
     def __init__(self, stream: Stream[Any]) -> None:
-        self._stream = weakref.ref(stream)
+        self.stream = weakref.ref(stream)
 
     def on_reply(self, frame: Frame) -> None:
-        if (stream := self._stream()) is not None:
+        if (stream := self.stream()) is not None:
             stream.on_reply(frame)
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
-        if (stream := self._stream()) is not None:
+        if (stream := self.stream()) is not None:
             stream.on_gone(peer, failure)
 
     def expire(self, error: BaseException) -> None:
-        if (stream := self._stream()) is not None:
+        if (stream := self.stream()) is not None:
             stream.expire(error)
 
 

@@ -1,12 +1,21 @@
-"""Waiting for replies and room: an actor's thread can be interrupted in it, and the main thread by Ctrl-C."""
+"""Waiting for replies and room: an actor's thread can be interrupted in it, and the main thread by Ctrl-C.
+
+A wait that lasts is shown in a cell of the recording, so that others see what this process waits for.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor import context
+from monarch_backend._actor.calls.wait_notice import noticed
+from monarch_backend._actor.errors import DeadlockError
 from monarch_backend._core import debug_log
+from monarch_backend._telemetry import kinds, recorder
+from monarch_backend._transport.local.event_loop import ProgressLoop
 from monarch_backend._transport.local.frames import Kind
 from monarch_backend._transport.local.peer import Peer
 
@@ -15,29 +24,50 @@ if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
 
 
+SHORT_WAIT_S = 0.1
+"""Waits up to this time are not recorded."""
+
+
 class Waiting:
     """Lets the threads of a runtime wait. The thread that waits reads messages meanwhile."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._progress, self._interrupts = runtime.progress, runtime.interrupts
+        self.is_real = isinstance(runtime.progress, ProgressLoop)  # not a simulator's, which has its own time
 
     def wait(self, what: Any, seconds: float | None = None) -> bool:
         runner = context.runner.get()
         if runner is None:
             if threading.get_ident() == self._interrupts.main:
                 return self._wait_on_main(what, seconds)
-            return bool(self._progress.wait(what, seconds))
+            return self._wait(what, seconds)
         self._refuse_to_wait(runner, what)
         code = runner.code
         code.waiting_for = what
         try:
-            done = bool(self._progress.wait(what, seconds, code.is_pending))
+            done = self._wait(what, seconds, code.is_pending, runner)
         finally:
             code.waiting_for = None
         if not done:
             code.raise_here()
         return done
+
+    def _wait(
+        self,
+        what: Any,
+        seconds: float | None,
+        given_up: Callable[[], bool] | None = None,
+        runner: ActorRunner | None = None,
+    ) -> bool:
+        if not self.is_real or (seconds is not None and seconds <= SHORT_WAIT_S):
+            return bool(self._progress.wait(what, seconds, given_up))
+        if self._progress.wait(what, SHORT_WAIT_S, given_up) or (given_up is not None and given_up()):
+            return bool(what.ready)
+        left = None if seconds is None else seconds - SHORT_WAIT_S
+        watched = self._runtime.deadlocks.watched(what, seconds, runner)
+        with _shown(what, runner), watched, noticed(self._runtime, what, runner, SHORT_WAIT_S):
+            return bool(self._progress.wait(what, left, given_up))
 
     def wait_for_room(self, what: Any, seconds: float | None, whole: bool) -> bool:
         """Wait as `wait` does. With ``whole``, in the middle of a message, it cannot be interrupted."""
@@ -53,13 +83,13 @@ class Waiting:
         log_wait(why)
 
     def _refuse_to_wait(self, runner: ActorRunner, what: Any) -> None:
-        """Raise RuntimeError where an actor waits for its own reply: it handles one message at a time."""
+        """Raise DeadlockError where an actor waits for its own reply: it handles one message at a time."""
         core = getattr(what, "core", None)
         if core is None or core.actor != runner.actor or what.ready or runner.code.thread_id != threading.get_ident():
             return
         me = self._runtime.router.me
         if getattr(what, "peer", None) is me or me in getattr(what, "peers", ()):
-            raise RuntimeError(
+            raise DeadlockError(
                 f"{runner.name} would never continue: it handles one message at a time, and waits for its own reply to "
                 f"{what.endpoint}. Call the method, self.method(...), or make the endpoints concurrent (async)"
             )
@@ -69,12 +99,29 @@ class Waiting:
         interrupts.guard()
         interrupts.waiting_for = what
         try:
-            done = bool(self._progress.wait(what, seconds, interrupts.is_noted))
+            done = self._wait(what, seconds, interrupts.is_noted)
         finally:
             interrupts.waiting_for = None
         if interrupts.noted:
             interrupts.raise_here()
         return done
+
+
+@contextlib.contextmanager
+def _shown(what: Any, runner: ActorRunner | None) -> Iterator[None]:
+    """Show a wait in a cell: the mesh and endpoint, the number of the call, and the cell of the actor that waits."""
+    core, peer = getattr(what, "core", None), getattr(what, "peer", None)
+    name = type(what).__name__ if core is None else core.name
+    cell = recorder.take_cell(kinds.Kind.WAIT, name, 0 if runner is None else runner.rank)
+    recorder.begin_activity(
+        cell, int(kinds.State.WAITING), recorder.name_number(getattr(what, "endpoint", "")), getattr(what, "ref", 0), 0,
+        0 if runner is None else recorder.cell_number(runner.recording_cell), 0 if peer is None else peer.identity,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        recorder.end_activity(cell, int(kinds.Status.OK if what.ready else kinds.Status.CANCELLED))
+        recorder.release_cell(cell)
 
 
 def log_wait(why: str) -> None:

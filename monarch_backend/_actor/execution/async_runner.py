@@ -14,8 +14,10 @@ from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.async_interruption import RunningTasks, call_soon
 from monarch_backend._actor.execution.message_queue import Job, Message, ReplyHandle
-from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit
+from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit, wait_post_mortem
 from monarch_backend._serialization.pickling import dumps, loads
+from monarch_backend._telemetry import kinds, recorder
+from monarch_backend._telemetry.recorder import begin_activity, end_activity
 from monarch_backend._transport.local.frames import Frame, Status
 from monarch_backend._transport.local.peer import Peer
 
@@ -35,6 +37,7 @@ class AsyncActorRunner(ActorRunner):
     """Runs one message at a time; messages of concurrent endpoints run interleaved."""
 
     code_class = RunningTasks
+    is_async = True
     code: RunningTasks
 
     def __init__(self, *args: Any) -> None:
@@ -142,9 +145,18 @@ class AsyncActorRunner(ActorRunner):
         called, extent = read_prefix(frame.prefix)
         answer = ReplyHandle(self.program, message, called.port)
         context.message.set((frame.rank, extent))
+        cell, status = recorder.take_cell(kinds.Kind.MESSAGE, self.name, self.rank), kinds.Status.OK
+        begin_activity(
+            cell, int(kinds.State.RUNNING), self._endpoint_number(called.method), frame.ref, len(self.inbox),
+            len(frame.body), peer.identity,
+        )  # fmt: skip
         try:
-            await self._call_async(called.method, called.plain, frame, peer, answer)
+            if self._waits_at_errors:
+                await self._call_async_post_mortem(called.method, called.plain, frame, peer, answer)
+            else:
+                await self._call_async(called.method, called.plain, frame, peer, answer)
         except asyncio.CancelledError as error:
+            status = kinds.Status.CANCELLED
             if self.failure is not None:
                 if answer.wanted:
                     answer(Status.LOST, pack_failure(self.failure))
@@ -155,7 +167,18 @@ class AsyncActorRunner(ActorRunner):
             else:
                 self._raised(RuntimeError("the endpoint was cancelled by its own code"), answer, error)
         except BaseException as error:
+            status = kinds.Status.ERROR
             self._raised(error, answer)
+        finally:
+            end_activity(cell, int(status))
+            recorder.release_cell(cell)
+
+    async def _call_async_post_mortem(self, *args: Any) -> None:
+        try:
+            await self._call_async(*args)
+        except Exception as error:
+            wait_post_mortem(error)
+            raise
 
     async def _call_async(self, name: str, plain: int, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
         found = self._methods.get((name, plain))

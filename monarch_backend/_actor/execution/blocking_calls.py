@@ -21,6 +21,7 @@ from monarch_backend._actor import context
 from monarch_backend._actor.errors import CancelledError
 from monarch_backend._core import fork
 from monarch_backend._core.package_folder import PACKAGE_FOLDER
+from monarch_backend._processes.debugging import channel
 
 CANCEL_SIGNAL = signal.SIGURG
 """Signal that interrupts processes of a mesh; program_exit.py interrupts the main program. Ignored without handler."""
@@ -42,6 +43,7 @@ def install() -> None:
     """Install the handler and the hook, on the main thread of a process of a mesh."""
     signal.signal(CANCEL_SIGNAL, _on_signal)
     fork.register(fork.Step.CANCEL_SIGNAL, after_in_child=_uninstall)
+    channel.set_interruption_check(_check_at_breakpoint)
     former = sys.unraisablehook
 
     def repeat_or_report(unraisable: sys.UnraisableHookArgs) -> None:
@@ -51,6 +53,13 @@ def install() -> None:
             former(unraisable)
 
     sys.unraisablehook = repeat_or_report
+
+
+def _check_at_breakpoint(frame: FrameType) -> None:
+    """Raise a pending interruption of the actor whose thread waits at a breakpoint, in this frame."""
+    runner = context.runner.get()
+    if runner is not None:
+        runner.code.raise_in(frame)
 
 
 def _uninstall() -> None:

@@ -18,6 +18,7 @@ from monarch_backend._actor.actor import build
 from monarch_backend._actor.errors import CancelledError
 from monarch_backend._actor.execution import blocking_calls
 from monarch_backend._core.package_folder import PACKAGE_FOLDER
+from monarch_backend._processes.debugging import channel
 from monarch_backend._serialization.pickling import loads
 from monarch_backend._transport.local.event_loop import Timer, release
 from monarch_backend._transport.local.peer import Peer
@@ -164,6 +165,8 @@ class RunningCode:
         """Return whether this frame runs user code, called by this package where exceptions are handled."""
         if frame is None:
             return False
+        if frame.f_code is channel.wait.__code__:  # a breakpoint, where user code has stopped
+            return self._standstill.allows(frame)
         first, innermost = frame, True
         while frame is not None:
             if frame.f_code is loads.__code__:  # unpickling of a constructor's or message's arguments

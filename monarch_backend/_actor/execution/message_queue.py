@@ -25,8 +25,6 @@ Job = Callable[[], Any]
 
 
 class ReplyHandle:
-    """Sends the reply of one message."""
-
     __slots__ = ("__weakref__", "_due", "_frame", "_peer", "_program", "_sent", "_via", "explicit", "port")
 
     def __init__(self, program: Runtime, message: Message, port: Address | None) -> None:
@@ -36,6 +34,11 @@ class ReplyHandle:
         self._sent = False
         self.explicit = False  # the endpoint replies through a port
         self._due = True  # neither sent nor passed on
+
+    @property
+    def prefix(self) -> bytes:
+        """Prefix of the message."""
+        return self._frame.prefix
 
     @property
     def wanted(self) -> bool:

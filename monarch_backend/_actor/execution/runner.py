@@ -29,9 +29,12 @@ from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.interruption import CONSTRUCTOR, AbortLimits, RunningCode
 from monarch_backend._actor.execution.message_queue import Job, Message, MessageQueue, ReplyHandle
 from monarch_backend._actor.meshes.actor_mesh import blueprint
+from monarch_backend._core import env
 from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._serialization.exceptions import remote_traceback
 from monarch_backend._serialization.pickling import DeserializationError, dumps, loads
+from monarch_backend._telemetry import kinds, last_messages, recorder
+from monarch_backend._telemetry.recorder import begin_activity, end_activity
 from monarch_backend._transport.local.event_loop import release
 from monarch_backend._transport.local.frames import Cancel, Construct, Constructed, Failed, Frame, Status, Stopped
 from monarch_backend._transport.local.peer import Peer
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
 
 log = logging.getLogger("monarch_backend")
+
+_CONSTRUCTING, _RUNNING = int(kinds.State.CONSTRUCTING), int(kinds.State.RUNNING)
+_OK, _ERROR, _CANCELLED = int(kinds.Status.OK), int(kinds.Status.ERROR), int(kinds.Status.CANCELLED)
+_ENDED = int(kinds.Status.ABORTED)
 
 CLEANUP_TIMEOUT_S = 10.0
 """Seconds that an ending process waits for ``__cleanup__``."""
@@ -59,6 +66,13 @@ def _leave_fork(error: BaseException) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)
+
+
+def wait_post_mortem(error: Exception) -> None:
+    """Wait for `monarch-backend debug` where an endpoint has raised this error. A cancellation is raised here."""
+    from monarch_backend._processes.debugging import remote_pdb  # imports pdb
+
+    remote_pdb.post_mortem(error)
 
 
 class StreamCredit:
@@ -84,6 +98,7 @@ class ActorRunner:
     """Runner of one actor. Any thread may call `put`. Other methods run on the actor's thread unless stated."""
 
     code_class: type[RunningCode] = RunningCode
+    is_async = False
 
     def __init__(self, program: Runtime, plan: Construct, owner: Peer, body: Any, buffers: Any) -> None:
         self.program, self.owner = program, owner
@@ -108,11 +123,14 @@ class ActorRunner:
             program.progress, f"actor {self.name} ({self.point}, host {HOST}, pid {program.pid})"
         )
         self._limits = AbortLimits(program.progress, self.code, self._kill_process)
-        self._current: ReplyHandle | None = None  # reply of the running message
+        self.running_reply: ReplyHandle | None = None  # reply of the running message
         self.over = False  # it has ended and cleaned up
         self.successor: ActorRunner | None = None
         self._lock = threading.Lock()  # of failure, over and successor
         self._methods: dict[tuple[str, int], Any] = {}
+        self.recording_cell = recorder.take_cell(kinds.Kind.MESSAGE, self.name, self.rank)  # shows what the actor does
+        self._endpoint_numbers: dict[str, int] = {}
+        self._waits_at_errors = program.root is not None and env.get("MONARCH_POST_MORTEM")
 
     # ---- from any thread
 
@@ -186,11 +204,18 @@ class ActorRunner:
             self.program.exit_now(f"{why}: the process is killed. It was at {code.place()}")
             return
         log.warning("%s: it goes on in this program, which is not killed. It is at %s", why, code.place())
-        if self._end(self._failure(f"aborted: {reason}")):
+        if self._end(self._failure(f"aborted: {reason}", messages=self._last_messages())):
             self._ended()
 
-    def _failure(self, what: str, error: BaseException | None = None, trace: str = "") -> MeshFailure:
-        death = Death(self.rank, str(self.point), HOST, self.program.pid, what, error=error, trace=trace)
+    def _last_messages(self) -> tuple[str, ...]:
+        return last_messages.of_actor(self.name) if self.program.waiting.is_real else ()
+
+    def _failure(
+        self, what: str, error: BaseException | None = None, trace: str = "", messages: tuple[str, ...] = ()
+    ) -> MeshFailure:
+        death = Death(
+            self.rank, str(self.point), HOST, self.program.pid, what, error=error, trace=trace, messages=messages
+        )
         return MeshFailure(self.name, [death])
 
     def cancel(self, peer: Peer, message: Cancel) -> None:
@@ -230,6 +255,7 @@ class ActorRunner:
     def construct(self) -> bool:
         """Construct the instance. Return False if that failed, which is reported to the owner."""
         code = self.code
+        begin_activity(self.recording_cell, _CONSTRUCTING, recorder.name_number("__init__"), 0, 0, 0, 0)
         code.running = CONSTRUCTOR
         try:
             try:
@@ -248,6 +274,7 @@ class ActorRunner:
                 self._die_aborted()
             return False
         self.instance = instance
+        end_activity(self.recording_cell, _OK)
         code.what = "its running message"
         self.program.router.tell(self.owner, Constructed(self.actor, self.rank, self.generation))
         return True
@@ -264,7 +291,7 @@ class ActorRunner:
                 self.step()
             except CancelledError:  # raised between two messages, too late for the cancelled one
                 if self.code.aborted is not None:
-                    self._die_aborted(self._current)
+                    self._die_aborted(self.running_reply)
 
     def step(self) -> None:
         self.ready = True
@@ -291,13 +318,21 @@ class ActorRunner:
         answer = ReplyHandle(self.program, message, called.port)
         self.program.router.processed(peer, frame)
         context.message.set((frame.rank, extent))
-        self._current = answer
-        code = self.code
+        self.running_reply = answer
+        code, status = self.code, _OK
+        number = self._endpoint_numbers.get(called.method) or self._endpoint_number(called.method)
+        begin_activity(
+            self.recording_cell, _RUNNING, number, frame.ref, len(self.inbox), len(frame.body), peer.identity
+        )
         with code.lock:
             code.running, code.is_cancelled = (peer, frame.ref), False
         try:
-            self._call(called.method, called.plain, frame, peer, answer)
+            if self._waits_at_errors:
+                self._call_post_mortem(called.method, called.plain, frame, peer, answer)
+            else:
+                self._call(called.method, called.plain, frame, peer, answer)
         except CancelledError as error:
+            status = _CANCELLED
             if code.aborted is not None:
                 self._die_aborted(answer)
             elif code.is_cancelled:
@@ -305,10 +340,18 @@ class ActorRunner:
             else:
                 self._raised(error, answer)
         except BaseException as error:
+            status = _ERROR
             self._raised(error, answer)
         finally:
             code.end()
-        self._current = None
+            end_activity(self.recording_cell, status)
+        self.running_reply = None
+
+    def _endpoint_number(self, name: str) -> int:
+        number = self._endpoint_numbers.get(name)
+        if number is None:
+            number = self._endpoint_numbers[name] = recorder.name_number(name)
+        return number
 
     def _die_aborted(self, answer: ReplyHandle | None = None) -> None:
         """Fail after an interruption that was to end the actor. ``answer`` is of the interrupted message."""
@@ -331,6 +374,13 @@ class ActorRunner:
             self._drain(result, frame, peer, answer)
         else:
             answer.value(result)
+
+    def _call_post_mortem(self, *args: Any) -> None:
+        try:
+            self._call(*args)
+        except Exception as error:
+            wait_post_mortem(error)
+            raise
 
     def _port(self, answer: ReplyHandle) -> ReplyPort[Any]:
         answer.explicit = True
@@ -407,7 +457,7 @@ class ActorRunner:
             what = f"its actor did not handle the failure of mesh {error.mesh_name!r}"
         cause = error.__cause__ if told else error
         trace = "" if told or isinstance(error, MeshFailure) else remote_traceback(error)
-        failure = self._failure(what, None if told else error, trace)
+        failure = self._failure(what, None if told else error, trace, self._last_messages())
         failure.__cause__ = cause
         message = Failed(self.actor, self.rank, self.generation)
         # The owner first: an unhandled failure ends the program before callers continue with their errors.
@@ -476,6 +526,8 @@ class ActorRunner:
             self.over, successor = True, self.successor
         self._limits.cancel()
         assert self.failure is not None
+        recorder.event(kinds.Kind.ACTOR, self.name, str(self.failure)[:300], status=_ENDED)
+        recorder.release_cell(self.recording_cell)
         for answer in list(self._asked):
             answer.lost(self.failure)
         self.instance = self._plan_body = self._plan_buffers = None

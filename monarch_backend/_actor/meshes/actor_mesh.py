@@ -126,6 +126,14 @@ class ActorMesh(MeshBase):
     def __repr__(self) -> str:
         return f"ActorMesh({self._core.name!r}, {self._core.blueprint.cls.__name__}, {self.extent})"
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: a table of the actors' processes and of what they do."""
+        from monarch_backend._telemetry.mesh_html import as_html
+
+        core = self._core
+        labels = [f"{core.procs.where(core.bases[rank])} of {core.procs.name}" for rank in self._shape.ranks]
+        return as_html(repr(self), labels)
+
 
 def _reserved() -> frozenset[str]:
     names = {*dir(MeshBase), *dir(ActorMesh), "_core", "_shape"}

@@ -31,7 +31,6 @@ class MeshReferences:
         self.naming = threading.RLock()  # held to look up a state and add it
 
     def proc_core(self, data: ProcReference) -> ProcMeshState:
-        """Return the state of a mesh of processes, the only one in this process."""
         core = self.procs.get(data.id)
         if core is not None and not _is_newer(data, core):
             return core
@@ -90,14 +89,8 @@ class MeshReferences:
             return core
 
     def failure_of(self, core: ActorMeshState, rank: int) -> MeshFailure:
-        known = core.failure_of(rank)
-        if known is not None:
-            return known
-        known = self.death_of(core.procs, core.bases[rank], core.peer(rank))
-        deaths = [replace(death, rank=rank, where=core.where(rank)) for death in known.deaths]
-        failure = MeshFailure(core.name, deaths)
-        failure.__cause__ = known.__cause__
-        return failure
+        """Return why a rank can't be called: the failure of its process where nothing else is known."""
+        return core.failure_of(rank) or self.death_of(core.procs, core.bases[rank], core.peer(rank))
 
     def death_of(self, core: ProcMeshState, rank: int, peer: Peer, mesh_name: str = "") -> MeshFailure:
         """Return the failure of a process that has ended, as far as its end is known here."""

@@ -24,6 +24,7 @@ from monarch_backend._actor.processes.stop import ProcessStop
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend._processes.spawner import Exited, LostWithHost, SpawnFailed, Started
+from monarch_backend._telemetry import last_messages
 from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
 
@@ -37,6 +38,10 @@ EXIT_STATUS_TIMEOUT_S = 0.04
 
 SIGKILL_STATUS_TIMEOUT_S = 2.0
 """The same where only the fork server knows the cause, such as lack of memory, or the fork server itself has died."""
+
+
+MAX_TRACEBACK_LINES = 40
+"""Lines of a traceback in the report of a process that an exception has ended."""
 
 
 class ProcessExits:
@@ -134,7 +139,9 @@ class ProcessExits:
             self._starter.logs.flush(owned.logs, 0.01)
             last_words = _last_words(self._starter.logs.tail(owned.logs, rank))
         host, pid = program.hosts.name_of(member.peer.token), member.peer.pid
-        death = Death(rank, core.where(rank), host, pid, what, code, last_words=last_words)
+        is_here = program.waiting.is_real and program.hosts.of(member.peer.token) is None
+        messages = last_messages.of_started(pid) if is_here and pid and code != 0 else ()
+        death = Death(rank, core.where(rank), host, pid, what, code, last_words=last_words, messages=messages)
         failure = MeshFailure(core.name, [death], ProcMesh(core))
         if member.replaced:
             program.on_process_lost(member.peer, failure)
@@ -196,8 +203,11 @@ class ProcessOwner:
 
 
 def _last_words(tail: list[str]) -> tuple[str, ...]:
-    """Return the end of a dead process's stderr for a report: the text of faulthandler, or the last lines."""
+    """Return the end of a dead process's stderr: the text of faulthandler, the last traceback, or the last lines."""
     for i, line in enumerate(tail):
         if line.startswith("Fatal Python error"):
             return tuple(tail[i : i + 12])
+    starts = [i for i, line in enumerate(tail) if line.startswith("Traceback (most recent call last)")]
+    if starts and starts[-1] < len(tail) - 8:
+        return tuple(tail[starts[-1] :][-MAX_TRACEBACK_LINES:])
     return tuple(tail[-8:])

@@ -23,8 +23,6 @@ from monarch_backend._transport.local.peer import Peer
 
 @dataclass
 class OwnedProcess:
-    """Record of one process."""
-
     core: ProcMeshState
     rank: int
     peer: Peer
@@ -50,8 +48,6 @@ class OwnedProcess:
 
 @dataclass
 class OwnedProcs:
-    """The owner's record of a mesh of processes."""
-
     core: ProcMeshState
     owner_runner: Any
     siblings: list[Any]

@@ -35,6 +35,7 @@ from monarch_backend._processes.main_module import main_module, refuse_import_of
 from monarch_backend._processes.resource_limits import allow_descriptors, check_count, check_spawn
 from monarch_backend._processes.spawner import RANKS_HERE, ProcessSpec, Spawner
 from monarch_backend._serialization.pickling import dumps_in_band
+from monarch_backend._telemetry import recorder
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.tokens import host_of
 
@@ -139,7 +140,7 @@ class ProcessStarter:
             spawner.address,
         )
         label = functools.partial(ranks_in_words, extent)
-        logs = MeshLog(name, label)
+        logs = MeshLog(name, label, pid_of=lambda rank: core.peer(rank).pid)
         make = self._recipe(core, bootstrap, cpu_affinity.plan(proc_bind, count), env)
         siblings = program.children_of(owner_runner)
         owned = OwnedProcs(
@@ -164,6 +165,7 @@ class ProcessStarter:
             self._stuck.watch()
         program.procs[core.id] = core
         siblings.append(core)
+        recorder.mesh(name, "ProcMesh", extent)
         return ProcMesh(core)
 
     def _recipe(

@@ -1,0 +1,147 @@
+"""Texts about a call that takes long: the ranks that have not replied, where they are, and what they do.
+
+They are for the log, once per long wait, and for TimeoutError. Facts of other processes take up to a second, so they
+are never gathered on the thread that reads messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._core import env
+from monarch_backend._core.limits import start_thread, within
+from monarch_backend._mesh.rank_text import ranks_in_words
+from monarch_backend._transport.tokens import host_of
+
+if TYPE_CHECKING:
+    from monarch_backend._actor.execution.runner import ActorRunner
+    from monarch_backend._actor.runtime import Runtime
+    from monarch_backend._transport.local.peer import Peer
+
+log = logging.getLogger("monarch_backend")
+
+MAX_GATHER_S = 1.0
+"""Seconds in which a text's facts must be found."""
+
+MAX_SHOWN = 4
+"""Ranks whose place is shown; of the others, only the number."""
+
+
+@contextlib.contextmanager
+def noticed(runtime: Runtime, what: Any, runner: ActorRunner | None, waited: float) -> Iterator[None]:
+    """Log a line if the wait in this block takes longer than MONARCH_WAIT_NOTICE. It has taken ``waited`` seconds."""
+    after = env.get("MONARCH_WAIT_NOTICE")
+    if not after or getattr(what, "core", None) is None:
+        yield
+        return
+
+    def notice() -> None:
+        try:
+            text = "" if what.ready else describe(what, MAX_GATHER_S)
+        except Exception:  # no /proc, or no access to it
+            log.debug("what a long wait waits for was not found", exc_info=True)
+            return
+        if text and not what.ready:
+            waiter = "" if runner is None else f"{runner.name} ({runner.point}): "
+            log.warning("%s%s has waited %.0f s for %s", waiter, _call_name(what), after, text)
+
+    def start() -> None:
+        start_thread(threading.Thread(target=notice, name="monarch-notice", daemon=True))
+
+    timer = runtime.progress.later(max(0.0, after - waited), start)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def late_text(what: Any, seconds: float) -> str:
+    """Return the end of a TimeoutError's text: ": " and the missing ranks, or nothing if they are unknown.
+
+    It blocks for at most a second, and for no more than the timeout of ``seconds`` itself.
+    """
+    try:
+        if seconds < MAX_GATHER_S or not what.program.waiting.is_real:
+            text = describe(what, 0.0)
+        else:
+            text = within(MAX_GATHER_S, lambda: describe(what, MAX_GATHER_S / 2), thread_name="monarch-notice")
+    except TimeoutError:
+        text = describe(what, 0.0)
+    except Exception:  # the text of an error must not hide the error
+        log.debug("the place of a late call was not found", exc_info=True)
+        return ""
+    return f": {_call_name(what)} waits for {text}" if text else ""
+
+
+def expire_late(runtime: Runtime, call: Any, seconds: float, text: str) -> None:
+    """Fail a call with a TimeoutError that has this text and the missing ranks. Called on the reading thread."""
+    if seconds < MAX_GATHER_S or not runtime.waiting.is_real:
+        call.expire(TimeoutError(text + late_text(call, seconds)))
+        return
+    try:
+        runtime.run_in_thread(lambda: call.expire(TimeoutError(text + late_text(call, seconds))))
+    except Exception:  # no thread can be started
+        call.expire(TimeoutError(text))
+
+
+def describe(what: Any, timeout: float) -> str:
+    """Return text for the ranks that have not replied: "rank 3 of 8 (gpus 3, pid 123): it is at ...".
+
+    With a ``timeout`` of 0 only what this process knows.
+    """
+    missing = list(what.missing()) if hasattr(what, "missing") else []
+    if not missing:
+        return ""
+    facts = _Facts(what, timeout)
+    total = len(getattr(what, "peers", (None,)))
+    core = what.core
+    if len(missing) == 1:
+        [(rank, peer)] = missing
+        return f"rank {rank} of {total if total > 1 else len(core.extent)} {facts.of_rank(rank, peer)}"
+    places = [facts.of_rank(rank, peer) for rank, peer in missing[:MAX_SHOWN]]
+    more = f"; and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
+    words = ranks_in_words(core.extent, [rank for rank, _ in missing])
+    return f"{len(missing)} of {total} ranks ({words}): {'; '.join(places)}{more}"
+
+
+class _Facts:
+    """What is found of the ranks of a call within ``timeout`` seconds."""
+
+    def __init__(self, what: Any, timeout: float) -> None:
+        self._what, self._runtime = what, what.program
+        self._end = time.monotonic() + timeout
+        self._recorded: dict[int, Any] = {}
+        if timeout > 0.0:
+            from monarch_backend._telemetry import whereabouts
+
+            self._recorded = whereabouts.processes()
+
+    def of_rank(self, rank: int, peer: Peer) -> str:
+        """Return "(gpus 3, pid 123): it is at ..."."""
+        extent, me = self._what.core.extent, self._runtime.router.me
+        where = [ranks_in_words(extent, [rank])] if extent.labels else []
+        if host_of(peer.token) != host_of(me.token):
+            where.append(f"host {self._runtime.hosts.name_of(peer.token)}")
+            return f"({', '.join([*where, *_pid(peer.pid)])})"
+        process = self._recorded.get(peer.identity)
+        pid = self._runtime.pid if peer is me else peer.pid if process is None else process.pid
+        text = f"({', '.join([*where, *_pid(pid)])})"
+        if process is None:
+            return f"{text}: its process has not started" if peer.expected and peer.link < 0 else text
+        from monarch_backend._telemetry import whereabouts
+
+        call = whereabouts.Call(self._what.core.name, rank, me.identity, self._what.ref)
+        return f"{text}: {whereabouts.describe(process, call, max(0.05, self._end - time.monotonic()))}"
+
+
+def _pid(pid: int) -> list[str]:
+    return [f"pid {pid}"] if pid else []
+
+
+def _call_name(what: Any) -> str:
+    return f"{what.core.name}.{what.endpoint} of {what.core.procs.name}"

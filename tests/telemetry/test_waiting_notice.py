@@ -1,0 +1,185 @@
+"""Notice of a long wait, and the text of timeouts: the missing ranks, their lines, and what they wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch_backend._core import platform
+
+pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="places of other processes need memfd_create")
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from monarch_backend.actor import Actor, current_rank, endpoint, this_host
+
+
+class Worker(Actor):
+    def __init__(self):
+        self.guard = threading.Lock()
+        self.guard.acquire()
+
+    @endpoint
+    def set(self, other):
+        self.other = other
+        return os.getpid()
+
+    @endpoint
+    def step(self, slow, seconds):
+        if current_rank()["gpus"] == slow:
+            self.load(seconds)
+
+    def load(self, seconds):
+        time.sleep(seconds)  # line A
+
+    @endpoint
+    def lock(self, seconds):
+        self.guard.acquire(timeout=seconds)  # line B
+
+    @endpoint
+    def ask(self, seconds):
+        return self.other.slice(gpus=2).lock.call_one(seconds).get()  # line C
+
+
+def main():
+    procs = this_host().spawn_procs({"gpus": 3}, name="trainers")
+    workers = procs.spawn("worker", Worker)
+    workers.set.call(workers).get()
+    case = sys.argv[1]
+    if case == "missing":
+        workers.step.call(1, 1000).get()
+    elif case == "queued":
+        workers.slice(gpus=0).lock.broadcast(1000)
+        workers.slice(gpus=0).set.call_one(None).get()
+    elif case == "chain":
+        workers.slice(gpus=0).ask.call_one(1000).get()
+    elif case == "several":
+        workers.lock.call(1000).get()
+    elif case == "short":
+        workers.step.call(1, 1.2).get()
+    elif case == "stopped":
+        pid = workers.slice(gpus=1).set.call_one(None).get()
+        os.kill(pid, signal.SIGSTOP)
+        workers.slice(gpus=1).lock.call_one(0).get()
+    elif case == "timeout":
+        for seconds in (0.3, 1.2):
+            try:
+                workers.slice(gpus=2).lock.call_one(1000).get(timeout=seconds)
+            except TimeoutError as error:
+                print(error)
+        try:
+            workers.slice(gpus=1).lock.options(timeout=1.2).call_one(1000).get()
+        except TimeoutError as error:
+            print(error)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def _line(mark: str) -> int:
+    return next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith(f"# line {mark}"))
+
+
+@contextlib.contextmanager
+def _running(folder: Path, case: str, notice: str) -> Iterator[Iterator[str]]:
+    """Run a case of the script. It yields the lines that the script prints and logs, and ends with the block."""
+    (folder / "train.py").write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, "train.py", case], cwd=folder, env={**os.environ, "MONARCH_WAIT_NOTICE": notice},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            yield process.stdout
+        finally:
+            process.kill()
+
+
+def _line_of(folder: Path, case: str, beginning: str) -> str:
+    """Return the first line of a case that has this text."""
+    with _running(folder, case, "1") as lines:
+        return next(line.rstrip() for line in lines if beginning in line)
+
+
+@pytest.mark.slow
+def test_wait_for_one_rank_names_its_line(tmp_path: Path) -> None:
+    line = _line_of(tmp_path, "missing", "worker.step of")
+    assert re.fullmatch(
+        r"worker\.step of trainers has waited 1 s for rank 1 of 3 \(gpus 1, pid \d+\): "
+        rf"it is at .*train\.py:{_line('A')} in load \(time\.sleep\(seconds\)  # line A\), running step for 1 s",
+        line,
+    )
+
+
+@pytest.mark.slow
+def test_wait_for_a_queued_message_names_what_is_before_it(tmp_path: Path) -> None:
+    line = _line_of(tmp_path, "queued", "rank 0 of 3")
+    assert re.search(
+        r"worker\.set of trainers has waited 1 s for rank 0 of 3 \(gpus 0, pid \d+\): "
+        rf"the call is queued behind lock, which runs for 1 s; it is at .*train\.py:{_line('B')} in lock",
+        line,
+    )
+
+
+@pytest.mark.slow
+def test_wait_for_an_actor_that_waits_names_both(tmp_path: Path) -> None:
+    with _running(tmp_path, "chain", "1") as output:
+        found: list[str] = []
+        while not all(any(name in line for line in found) for name in ("worker.ask of", "worker.lock of")):
+            found.append(next(output))
+    lines = "".join(found)
+    assert re.search(
+        r"worker\.ask of trainers has waited 1 s for rank 0 of 3 \(gpus 0, pid \d+\): "
+        rf"it is at .*train\.py:{_line('C')} in ask .*, running ask for 1 s, and waits for worker\.lock for 1 s",
+        lines,
+    )
+    assert re.search(
+        r"worker \(gpus 0\S*\): worker\.lock of trainers has waited 1 s for rank 2 of 3 .*"
+        rf"train\.py:{_line('B')} in lock",
+        lines,
+    )
+
+
+@pytest.mark.slow
+def test_wait_for_several_ranks_names_each(tmp_path: Path) -> None:
+    line = _line_of(tmp_path, "several", "worker.lock of")
+    assert line.startswith("worker.lock of trainers has waited 1 s for 3 of 3 ranks (gpus 0-2): (gpus 0, pid ")
+    assert line.count(f"train.py:{_line('B')} in lock") == 3
+
+
+@pytest.mark.slow
+def test_wait_for_a_stopped_process_names_its_state(tmp_path: Path) -> None:
+    line = _line_of(tmp_path, "stopped", "worker.lock of")
+    assert "has waited 1 s for rank 1 of 3" in line
+    assert "it is stopped" in line or "it has not read the call" in line
+
+
+@pytest.mark.slow
+def test_notice_can_be_switched_off(tmp_path: Path) -> None:
+    with _running(tmp_path, "short", "0") as lines:
+        assert list(lines) == []
+
+
+@pytest.mark.slow
+def test_timeout_names_the_rank_and_its_line(tmp_path: Path) -> None:
+    with _running(tmp_path, "timeout", "0") as lines:
+        short, long, limited = (next(lines).rstrip() for _ in range(3))
+    assert re.fullmatch(
+        r"no answer within 0\.3 s; the call goes on, see Future\.cancel\(\): "
+        r"worker\.lock of trainers waits for rank 2 of 3 \(gpus 2, pid \d+\)",
+        short,
+    )
+    assert re.search(rf"rank 2 of 3 .*: .*train\.py:{_line('B')} in lock", long)
+    assert limited.startswith(
+        "worker.lock took longer than 1.2 s; it was cancelled at the actor: worker.lock of trainers"
+    )
+    assert f"train.py:{_line('B')} in lock" in limited
