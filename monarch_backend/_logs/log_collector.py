@@ -30,6 +30,7 @@ from monarch_backend._core.limits import start_thread
 from monarch_backend._core.platform import WAKE, wake_descriptors
 from monarch_backend._logs.line_splitter import LineSplitter
 from monarch_backend._logs.mesh_log import STDERR, STDOUT, LogOptions, MeshLog
+from monarch_backend._telemetry import log_history
 
 __all__ = ["STDERR", "STDOUT", "LogCollector", "LogOptions", "MeshLog"]
 
@@ -95,6 +96,7 @@ class LogCollector:
         self._waker: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._history: log_history.LogHistory | None = None
 
     def add(self, mesh: MeshLog, rank: int, stdout_fd: int, stderr_fd: int) -> None:
         """Read what ``rank`` of ``mesh`` writes, from the read ends of two pipes, which belong to the collector now.
@@ -114,6 +116,7 @@ class LogCollector:
                 os.set_inheritable(fd, False)
             selector = self._selector or self._start()
             mesh.on_change = functools.partial(self._options_changed, mesh)
+            mesh.history = self._history
             for fd, stream in ((stdout_fd, STDOUT), (stderr_fd, STDERR)):
                 pipe = self._pipes[fd] = _Pipe(fd, mesh, rank, stream)
                 mesh.open(rank, stream)
@@ -153,6 +156,7 @@ class LogCollector:
             self._closed = True
             thread = self._thread
             self._drain(None, end=True)
+            self._close_history()
             self._wake()
         finally:
             self._lock.release()
@@ -170,6 +174,8 @@ class LogCollector:
 
     def _start(self) -> selectors.BaseSelector:
         selector = self._selector = selectors.DefaultSelector()
+        if self._history is None:
+            self._history = log_history.make()
         self._waker = wake_descriptors()
         selector.register(self._waker[0], selectors.EVENT_READ, None)
         thread = threading.Thread(target=self._run, args=(selector,), name="monarch-logs", daemon=True)
@@ -298,6 +304,11 @@ class LogCollector:
                 os.close(fd)
         self._selector = self._waker = None
 
+    def _close_history(self) -> None:
+        if self._history is not None:
+            self._history.close()
+            self._history = None
+
     def _write(self, timeout: float = -1.0) -> bool:
         """Write the outbox. Return False when another thread was still writing after ``timeout`` seconds."""
         while True:
@@ -335,6 +346,7 @@ class LogCollector:
                 os.close(pipe.fd)
             pipe.mesh.close_files()
         self._close_selector()
+        self._close_history()
         self._reset()
 
 

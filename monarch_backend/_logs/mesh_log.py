@@ -19,6 +19,7 @@ from typing import Any
 
 from monarch_backend._logs.dedup import LineDeduplicator, RateLimit, ranks_of
 from monarch_backend._logs.line_splitter import LineSplitter, read_records
+from monarch_backend._telemetry.log_history import LogHistory
 
 STDOUT, STDERR = 1, 2
 STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
@@ -87,7 +88,8 @@ class MeshLog:
     """The output of one mesh: its options, its waiting lines, and the last lines of every rank.
 
     Args: name: name of the mesh, and of its directory of files. label_of: function that returns text for ranks of the
-    mesh, such as "gpus 0-7". options: initial options; `configure` changes them.
+    mesh, such as "gpus 0-7". options: initial options; `configure` changes them. pid_of: function that returns the pid
+    of a rank for the history, or 0.
 
     >>> log = MeshLog("trainers", lambda ranks: "gpus " + ",".join(map(str, ranks)))
     >>> log.configure(level="ERROR", aggregate_window_sec=3)
@@ -95,10 +97,20 @@ class MeshLog:
     (40, 3)
     """
 
-    def __init__(self, name: str, label_of: Callable[[Iterable[int]], str], options: LogOptions | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        label_of: Callable[[Iterable[int]], str],
+        options: LogOptions | None = None,
+        *,
+        pid_of: Callable[[int], int] = lambda _: 0,
+    ) -> None:
         self.name = name
         self.options = options or LogOptions()
         self.on_change: Callable[[], None] | None = None  # set by the collector that has the pipes
+        self.history: LogHistory | None = None  # likewise
+        self._pid_of = pid_of
+        self._history_labels: dict[int, str] = {}
         self._configuring = threading.Lock()
         self._label_of = label_of
         self._folds = {stream: LineDeduplicator(self._window) for stream in STREAM_NAMES}
@@ -153,6 +165,8 @@ class MeshLog:
             records = read_records(lines)
             lines = [text for _, text in records]
             shown = [text for level, text in records if level is None or level >= level_number(options.level)]
+        if self.history is not None:
+            self._keep(self.history, rank, stream, lines)
         if stream == STDERR:
             self._remember(rank, lines)
         if options.to_files is not None and not self._files_failed:
@@ -235,6 +249,12 @@ class MeshLog:
             tail = self._tails[rank] = deque(maxlen=TAIL_LINES)
         for line in lines[-TAIL_LINES:]:
             tail.append(line if len(line) <= TAIL_LINE_BYTES else line[:TAIL_LINE_BYTES] + b" ...")
+
+    def _keep(self, history: LogHistory, rank: int, stream: int, lines: list[bytes]) -> None:
+        label = self._history_labels.get(rank)
+        if label is None:
+            label = self._history_labels[rank] = f"{self._label([rank])} of {self.name}"
+        history.append(label, self._pid_of(rank), stream, b"\n".join(lines))
 
     def _write_file(self, rank: int, stream: int, lines: list[bytes]) -> None:
         try:

@@ -1,0 +1,119 @@
+"""Ranks that have not entered a collective in which others wait, and the lines of code where they are."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+from monarch_backend._core.parallel import in_parallel
+from monarch_backend._telemetry import jobs, stragglers, whereabouts
+from monarch_backend._telemetry.kinds import POINT_TO_POINT, Kind, State
+from monarch_backend._telemetry.programs import Program
+from monarch_backend._telemetry.reader import Activity, RecordedProcess
+
+MIN_WAIT_S = 1.0
+"""Seconds for which a rank must have waited. Ranks that enter a collective one after another are not late."""
+
+PLACE_TIMEOUT_S = 0.5
+"""Seconds in which a late rank must answer where it is."""
+
+
+@dataclass(frozen=True)
+class LateRank:
+    """A rank that others wait for: in operation ``number`` of a group, for ``seconds``, with ``waiting`` ranks."""
+
+    group: str
+    operation: str
+    number: int
+    rank: int
+    pid: int
+    label: str
+    seconds: float
+    waiting: tuple[int, ...]
+    place: str
+
+    def __str__(self) -> str:
+        waiting = f"{len(self.waiting)} ranks wait" if len(self.waiting) > 1 else "1 rank waits"
+        label = "" if self.label == f"rank {self.rank}" else f"{self.label}, "
+        return (
+            f"{self.operation} #{self.number} of {self.group}: rank {self.rank} ({label}pid {self.pid}) has "
+            f"not entered, {waiting} for {self.seconds:.0f} s; it is {self.place}"
+        )
+
+
+@dataclass(frozen=True)
+class _Late:
+    """A process that has not entered the operation that ``first`` shows in another one."""
+
+    process: RecordedProcess
+    rank: int
+    first: Activity
+    seconds: float
+    waiting: tuple[int, ...]
+
+
+def add_to(programs: Iterable[Program]) -> None:
+    """Add the late and the slow ranks to the programs that have them.
+
+    It asks each late rank for its stack, which takes at most `PLACE_TIMEOUT_S` seconds.
+    """
+    program_of = {process.pid: program for program in programs for process in program.processes}
+    found = [job for job in jobs.running().values() if any(process.pid in program_of for process in job)]
+    for each in (late for job in found for late in of_job(job)):
+        if each.pid in program_of:
+            program_of[each.pid].late.append({**asdict(each), "text": str(each)})
+    if not any(each.kind == Kind.STEP for job in found for p in job for each in p.activities):
+        return
+    for times in (times for job in jobs.running(*stragglers.KINDS).values() for times in stragglers.of_job(job)):
+        if times.is_slow and times.pid in program_of:
+            program_of[times.pid].slow.append({**asdict(times), "text": str(times)})
+
+
+def of_job(processes: Iterable[RecordedProcess]) -> list[LateRank]:
+    """Return the late ranks of a job's processes."""
+    groups = defaultdict[str, list[tuple[RecordedProcess, Activity]]](list)
+    for process in processes:
+        for activity in process.activities:
+            if activity.kind == Kind.COLLECTIVE and activity.detail not in POINT_TO_POINT:
+                groups[activity.name].append((process, activity))
+    late = [each for members in groups.values() for each in _of_group(members)]
+    places = in_parallel(lambda each: whereabouts.place_of(each.process, PLACE_TIMEOUT_S), late)
+    return [
+        LateRank(
+            each.first.name, each.first.detail, each.first.reference, each.rank, each.process.pid,
+            each.process.label, each.seconds, each.waiting, place,
+        )
+        for each, place in zip(late, places, strict=True)
+    ]  # fmt: skip
+
+
+def _of_group(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late]:
+    entered = [activity for _, activity in members if activity.state == State.RUNNING]
+    if not entered:
+        return
+    first = min(entered, key=lambda each: (each.reference, each.since_ns))
+    waiting = [each for each in entered if each.reference == first.reference]
+    seconds = (time.monotonic_ns() - min(each.since_ns for each in waiting)) / 1e9
+    if seconds < MIN_WAIT_S:
+        return
+    ranks = tuple(sorted(each.rank for each in waiting))
+    for process, activity in members:
+        if activity.state != State.RUNNING and activity.count < first.reference:
+            yield _Late(process, activity.rank, first, seconds, ranks)
+
+
+def place_of_rank(group: str, rank: int, pid: int) -> str | None:
+    """Return where a rank of a group is, if its process runs on this machine and records. Never raises."""
+    try:
+        for job in jobs.running().values():
+            for process in job:
+                if process.pid == pid and any(
+                    each.kind == Kind.COLLECTIVE and each.name == group and each.rank == rank
+                    for each in process.activities
+                ):
+                    return whereabouts.place_of(process, PLACE_TIMEOUT_S)
+    except Exception:  # no /proc, or no access to it: the text of an error must not hide the error
+        return None
+    return None

@@ -1,0 +1,200 @@
+"""Log history: the last output of the processes that one process has started, in memory that other processes can read.
+
+The memory file has no name in the file system, and ends with its owner. Readers find it in /proc/PID/fd.
+
+Layout, in the byte order of the machine: a page with a JSON object and, from `_ENDS_AT` on, two 64-bit numbers, tail
+and head. Then a ring of records. Tail and head count bytes since the start; a position modulo the size of the ring is a
+place in it. A record is a header, a label and text, filled up to a multiple of the header's size.
+
+The writer moves the tail before it overwrites old records, and the head after it has written a new one. A reader copies
+everything between both and then drops what lies before the new tail. So it needs no lock, and no answer of the writer.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from monarch_backend._core import env
+from monarch_backend._telemetry import recording_area
+
+HISTORY_NAME = "monarch-log-history"
+"""Name of the memory file, by which readers find it."""
+
+STREAM_NAMES = {1: "stdout", 2: "stderr"}
+
+_VERSION = 1
+_PAGE = 4096
+_ENDS_AT = 4080  # of tail and head in the first page
+_HEADER = struct.Struct("=QdIIHBx")  # position, time, bytes of text, pid, bytes of the label, stream
+_HEADER_BYTES = 32
+_MAX_LABEL_BYTES = 255
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of output. ``time`` is in seconds since the epoch, ``pid`` is 0 if it was not known yet."""
+
+    time: float
+    label: str
+    pid: int
+    stream: str
+    text: str
+
+
+class LogHistory:
+    r"""Writer of a history of at most ``size`` bytes, which is rounded up to pages. One thread at a time appends.
+
+    Raises OSError without memory or descriptors.
+
+    >>> history = LogHistory(1 << 16)
+    >>> history.append("gpus 3", 4711, 1, b"loading\nready")
+    >>> [(line.label, line.pid, line.stream, line.text) for line in HistoryReader(os.dup(history.descriptor)).read()]
+    [('gpus 3', 4711, 'stdout', 'loading'), ('gpus 3', 4711, 'stdout', 'ready')]
+    >>> history.close()
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = -(-max(size, _PAGE) // _PAGE) * _PAGE
+        self.descriptor = os.memfd_create(HISTORY_NAME, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, _PAGE + self.size)
+            about = {"version": _VERSION, "size": self.size, "owner": os.getpid()}
+            os.pwrite(self.descriptor, json.dumps(about).encode(), 0)
+            self._memory = mmap.mmap(self.descriptor, _PAGE + self.size)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._ends = memoryview(self._memory)[_ENDS_AT:_PAGE].cast("Q")  # it stores each number at once
+        self._tail = self._head = 0
+
+    def append(self, label: str, pid: int, stream: int, text: bytes) -> None:
+        """Add text, of one or more lines without the last line's end. The oldest records make room for it."""
+        name = label.encode(errors="replace")[:_MAX_LABEL_BYTES]
+        limit = self.size // 2 - 2 * _HEADER_BYTES - len(name)
+        if len(text) > limit:  # no record may fill the ring
+            text = text[-limit:].partition(b"\n")[2] or text[-limit:]
+        head = self._head
+        end = head + _record_bytes(len(name) + len(text))
+        if end - self._tail > self.size:
+            self._make_room(end)
+        header = _HEADER.pack(head, time.time(), len(text), pid, len(name), stream)
+        self._put(head, header.ljust(_HEADER_BYTES) + name + text)
+        self._head = self._ends[1] = end
+
+    def _make_room(self, end: int) -> None:
+        tail, memory, size = self._tail, self._memory, self.size
+        while end - tail > size:
+            _, _, text_bytes, _, label_bytes, _ = _HEADER.unpack_from(memory, _PAGE + tail % size)
+            tail += _record_bytes(label_bytes + text_bytes)
+        self._tail = self._ends[0] = tail
+
+    def _put(self, position: int, data: bytes) -> None:
+        at = position % self.size
+        first = min(len(data), self.size - at)
+        self._memory[_PAGE + at : _PAGE + at + first] = data[:first]
+        if first < len(data):
+            self._memory[_PAGE : _PAGE + len(data) - first] = data[first:]
+
+    def close(self) -> None:
+        """Free the memory, once no reader has it open."""
+        self._ends.release()
+        self._memory.close()
+        os.close(self.descriptor)
+
+
+class HistoryReader:
+    """Reader of a history, by a descriptor of its memory file, which it owns.
+
+    Raises ValueError if another release has written it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        try:
+            about = json.loads(os.pread(descriptor, _ENDS_AT, 0).partition(b"\0")[0])
+            if about["version"] != _VERSION:
+                raise ValueError(
+                    f"process {about['owner']} keeps its log history in layout {about['version']} of another release "
+                    f"of monarch_backend, and this one reads {_VERSION}: use the program's own environment"
+                )
+            self.owner: int = about["owner"]
+            self._size: int = about["size"]
+            self._memory = mmap.mmap(descriptor, _PAGE + self._size, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        self._ends = memoryview(self._memory)[_ENDS_AT:_PAGE].cast("Q")
+        self._seen = 0
+
+    def read(self) -> list[LogLine]:
+        """Return the lines since the last call, oldest first. The first call returns all that are kept."""
+        head = self._ends[1]
+        start = max(self._ends[0], self._seen)
+        if start >= head:  # nothing new, or all of it was overwritten meanwhile
+            return []
+        data = self._copy(start, head)
+        valid = self._ends[0]
+        self._seen = head
+        return list(_lines(data, start, max(start, valid)))
+
+    def _copy(self, start: int, end: int) -> bytes:
+        length, at = end - start, start % self._size
+        first = self._memory[_PAGE + at : _PAGE + min(at + length, self._size)]
+        return first + self._memory[_PAGE : _PAGE + length - len(first)]
+
+    def close(self) -> None:
+        self._ends.release()
+        self._memory.close()
+
+    def __enter__(self) -> HistoryReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _record_bytes(content: int) -> int:
+    return _HEADER_BYTES + -(-content // _HEADER_BYTES) * _HEADER_BYTES
+
+
+def _lines(data: bytes, start: int, valid: int) -> Iterator[LogLine]:
+    at = valid - start
+    while at + _HEADER_BYTES <= len(data):
+        position, when, text_bytes, pid, label_bytes, stream = _HEADER.unpack_from(data, at)
+        if position != start + at:
+            raise ValueError(f"the log history has no record at {start + at}: it is damaged")
+        content = at + _HEADER_BYTES
+        label = data[content : content + label_bytes].decode(errors="replace")
+        text = data[content + label_bytes : content + label_bytes + text_bytes].decode(errors="replace")
+        for line in text.split("\n"):
+            yield LogLine(when, label, pid, STREAM_NAMES.get(stream, str(stream)), line)
+        at += _record_bytes(label_bytes + text_bytes)
+
+
+def make() -> LogHistory | None:
+    """Return a history of the size that the setting gives. Return None if none is wanted, or there is no memory."""
+    size = int(env.get("MONARCH_LOG_HISTORY_BYTES"))
+    if not size or not recording_area.is_wanted():
+        return None
+    try:
+        return LogHistory(size)
+    except OSError:  # the program's output matters more than its history
+        return None
+
+
+def of_process(pid: int) -> HistoryReader | None:
+    """Return a reader of what a process has collected. Return None if there is no history to see."""
+    # Imported here: the search needs numpy's reader of areas, and this module is loaded in each program.
+    from monarch_backend._telemetry.discovery import descriptor_named
+
+    descriptor = descriptor_named(pid, HISTORY_NAME)
+    if descriptor is None:
+        return None
+    try:
+        return HistoryReader(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:  # it has ended meanwhile
+        return None

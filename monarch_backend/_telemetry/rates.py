@@ -1,0 +1,48 @@
+"""Rates of running processes: messages, bytes and processor time per second, from two looks at each."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from monarch_backend._telemetry import discovery
+from monarch_backend._telemetry.programs import Program, select
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a process between two looks. ``cpu`` is in processors: 1.0 is all of one."""
+
+    messages_per_second: float
+    bytes_per_second: float
+    cpu: float
+
+
+class RateMeter:
+    """Programs and the rates of their processes since the last look. ``name`` is that of `select`."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name
+        self._looked_at = 0.0
+        self._written: dict[int, int] = {}
+        self._cpu: dict[int, float] = {}
+
+    def look(self) -> tuple[list[Program], dict[int, Rates]]:
+        """Return the programs, and the rates by pid. A process has rates from the second look on.
+
+        Raises LookupError if there is no such program, NotImplementedError without /proc.
+        """
+        programs = select(self._name)
+        now = time.monotonic()
+        seconds, self._looked_at = now - self._looked_at, now
+        traffic = {each.pid: each for area in discovery.areas() for each in area.traffic(self._written)}
+        cpu = {p.pid: p.cpu_seconds for each in programs for p in each.processes if p.cpu_seconds is not None}
+        rates = {
+            pid: Rates(
+                traffic[pid].messages / seconds, traffic[pid].size / seconds, max(0.0, used - self._cpu[pid]) / seconds
+            )
+            for pid, used in cpu.items()
+            if pid in traffic and pid in self._cpu and pid in self._written
+        }
+        self._written, self._cpu = {pid: each.written for pid, each in traffic.items()}, cpu
+        return programs, rates

@@ -1,0 +1,450 @@
+"""Tables of queries, and their rows in the recording of programs. Names and first columns are Monarch's.
+
+Times named ``timestamp_us`` are microseconds since 1970, durations microseconds. An id is valid within one answer.
+docs/operate/telemetry.md explains the columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from monarch_backend._telemetry import jobs, stacks, stragglers
+from monarch_backend._telemetry.kinds import BATCH, COMPILER, Kind, State, Status
+from monarch_backend._telemetry.metrics import SUMS, InstrumentKind
+from monarch_backend._telemetry.program_output import ProgramOutput
+from monarch_backend._telemetry.program_recording import CONSTRUCTOR, ProcessRecording, Recording, double, is_alive
+from monarch_backend._telemetry.programs import Program
+from monarch_backend._telemetry.reader import Activity, RecordedEvent, RecordedProcess
+
+Row = tuple[Any, ...]
+Key = tuple[str, int]  # of a program: its host and pid
+
+COLUMNS = {
+    "actors": (
+        "id", "timestamp_us", "mesh_id", "rank", "full_name", "name", "status", "messages", "pid", "process",
+    ),
+    "actor_status_events": ("id", "timestamp_us", "actor_id", "new_status", "reason"),
+    "meshes": (
+        "id", "timestamp_us", "class", "given_name", "full_name", "shape_json", "parent_mesh_id", "parent_view_json",
+        "actors_seen", "program_pid",
+    ),
+    "messages": (
+        "id", "timestamp_us", "from_actor_id", "to_actor_id", "status", "endpoint", "port_id", "duration_us",
+        "queued_us", "actor", "rank", "bytes", "call", "from_pid", "to_pid",
+    ),
+    "message_status_events": ("id", "timestamp_us", "message_id", "status"),
+    "sent_messages": (
+        "id", "timestamp_us", "sender_actor_id", "actor_mesh_id", "view_json", "shape_json", "actor", "endpoint",
+        "bytes", "call", "handled", "pid", "process",
+    ),
+    "spans": (
+        "id", "name", "timestamp_us", "parent_id", "thread_name", "duration_us", "status", "attributes", "actor_id",
+        "pid", "process",
+    ),
+    "span_events": ("id", "timestamp_us", "span_id", "event_type"),
+    "events": (
+        "id", "name", "timestamp_us", "thread_name", "kind", "status", "detail", "duration_us", "reference", "value",
+        "trace", "number", "pid", "process",
+    ),
+    "metrics": ("id", "timestamp_us", "name", "instrument", "value", "total", "attributes", "pid", "process"),
+    "processes": (
+        "pid", "label", "program_pid", "command", "parent_pid", "state", "exit_code", "timestamp_us", "memory_bytes",
+        "cpu_s", "events", "overwritten_events", "identity", "host",
+    ),
+    "activities": (
+        "pid", "process", "kind", "name", "rank", "state", "detail", "timestamp_us", "duration_us", "ended", "queue",
+        "reference", "value", "trace",
+    ),
+    "collectives": (
+        "id", "timestamp_us", "name", "status", "duration_us", "bytes", "number", "detail", "pid", "process",
+    ),
+    "steps": ("id", "timestamp_us", "name", "number", "duration_us", "pid", "process"),
+    "step_times": (
+        "pid", "process", "name", "steps", "median_us", "own_us", "usual_own_us", "ranks", "factor", "is_slow",
+    ),
+    "transfers": (
+        "id", "timestamp_us", "name", "status", "duration_us", "bytes", "number", "detail", "pid", "process",
+    ),
+    "connections": ("id", "timestamp_us", "peer", "event", "reason", "pid", "process"),
+    "batches": ("id", "timestamp_us", "workers", "number", "bytes", "duration_us", "pid", "process"),
+    "recompilations": ("id", "timestamp_us", "event", "reason", "status", "duration_us", "pid", "process"),
+    "logs": ("id", "timestamp_us", "stream", "text", "pid", "process"),
+    "stacks": ("pid", "process", "thread", "depth", "function", "file", "line", "problem"),
+}  # fmt: skip
+"""Columns of each table."""
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A message that is handled now or has been."""
+
+    process: ProcessRecording
+    actor: str
+    start: int
+    end: int | None
+    status: str
+    what: RecordedEvent | Activity
+
+
+class Tables:
+    """The tables of a recording. Rows are made when a table is asked for."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._actor_ids = {
+            (id(process), name): number
+            for number, (process, name) in enumerate(
+                ((process, name) for process in recording.processes for name in process.rank_of_actor), 1
+            )
+        }
+        names = dict.fromkeys(
+            (process.program.key, name) for process in recording.processes for name in process.rank_of_actor
+        )
+        self._mesh_ids = {key: number for number, key in enumerate(names, 1)}
+        self._senders = recording.senders()
+        self._identities = recording.by_identity()
+
+    def rows(self, table: str) -> Iterable[Row]:
+        """Return the rows of a table of `COLUMNS`."""
+        make: Callable[[], Iterable[Row]] = getattr(self, f"_{table}_rows")
+        return make()
+
+    # ---- values
+
+    def _wall(self, ns: int) -> int:
+        return (ns + self._recording.wall_offset_ns) // 1000
+
+    def _actor_id(self, process: ProcessRecording, name: str | None) -> int | None:
+        return None if name is None else self._actor_ids.get((id(process), name))
+
+    def _actor_of_thread(self, process: ProcessRecording, thread: int) -> int | None:
+        return self._actor_id(process, process.actor_on(thread))
+
+    def _thread(self, process: ProcessRecording, thread: int) -> str:
+        actor = process.actor_on(thread)
+        return f"thread {thread}" if actor is None else f"actor {actor}"
+
+    def _events(self, kind: Kind) -> Iterator[tuple[ProcessRecording, RecordedEvent]]:
+        return ((process, event) for process in self._recording.processes for event in process.events(kind))
+
+    def _going_on(self, kind: Kind) -> Iterator[tuple[ProcessRecording, Activity]]:
+        return ((process, each) for process in self._recording.processes for each in process.going_on(kind))
+
+    @staticmethod
+    def _open_status(process: ProcessRecording) -> str:
+        return "open" if is_alive(process) else "lost"
+
+    def _open_us(self, process: ProcessRecording, since: int) -> int | None:
+        """Return the duration so far. The end of a process that has ended is not recorded."""
+        return max(0, self._recording.now_ns - since) // 1000 if is_alive(process) else None
+
+    # ---- processes
+
+    def _processes_rows(self) -> Iterator[Row]:
+        for each in self._recording.processes:
+            process, recorded = each.process, each.recorded
+            yield (
+                each.pid, each.label, each.program.pid, each.program.command, process.parent or None,
+                "running" if is_alive(each) else "ended", None if is_alive(each) else recorded.exit_code,
+                self._wall(recorded.started_ns), process.memory, process.cpu_seconds, len(recorded.events),
+                recorded.lost, _identity(recorded.identity), each.host,
+            )  # fmt: skip
+
+    def _activities_rows(self) -> Iterator[Row]:
+        for process in self._recording.processes:
+            for each in process.recorded.activities:
+                is_idle = each.state == State.IDLE
+                yield (
+                    process.pid, process.label, Kind(each.kind).title, each.name, each.rank,
+                    State(each.state).title,
+                    None if is_idle else each.detail, self._wall(each.since_ns), self._open_us(process, each.since_ns),
+                    each.count, 0 if is_idle else each.waiting, _signed(each.reference), _signed(each.value),
+                    _identity(each.trace),
+                )  # fmt: skip
+
+    # ---- actors and meshes
+
+    def _actors_rows(self) -> Iterator[Row]:
+        statuses = {row[2]: row[3] for row in self._actor_status_events_rows()}  # the last one of each
+        handled = Counter(self._actor_id(each.process, each.actor) for each in self._all_messages())
+        started = {
+            (id(process), event.name): event.end_ns - event.duration_ns
+            for process, event in self._events(Kind.MESSAGE)
+            if event.detail == CONSTRUCTOR
+        }
+        for process in self._recording.processes:
+            for name, rank in process.rank_of_actor.items():
+                actor, start = self._actor_ids[id(process), name], started.get((id(process), name))
+                yield (
+                    actor, None if start is None else self._wall(start), self._mesh_ids[process.program.key, name],
+                    rank, f"{name}[{'' if rank is None else rank}]", name, statuses.get(actor), handled[actor],
+                    process.pid, process.label,
+                )  # fmt: skip
+
+    def _actor_status_events_rows(self) -> Iterator[Row]:
+        found: list[tuple[int, int | None, str, str | None]] = []
+        for process in self._recording.processes:
+            for event in process.recorded.events:
+                actor = self._actor_id(process, event.name)
+                if event.kind == Kind.MESSAGE and event.detail == CONSTRUCTOR:
+                    found.append((event.end_ns - event.duration_ns, actor, "initializing", None))
+                    if event.status == Status.OK:
+                        found.append((event.end_ns, actor, "idle", None))
+                elif event.kind == Kind.ACTOR:
+                    found.append((event.end_ns, actor, "failed" if event.status else "started", event.detail or None))
+            for name in process.rank_of_actor:
+                actor = self._actor_id(process, name)
+                if not is_alive(process):
+                    found.append((self._recording.now_ns, actor, "stopped", "its process has ended"))
+            for each in process.going_on(Kind.MESSAGE):
+                if is_alive(process):
+                    status = "initializing" if each.state == State.CONSTRUCTING else "processing"
+                    found.append((each.since_ns, self._actor_id(process, each.name), status, each.detail))
+        found.sort(key=lambda each: each[0])
+        for number, (at, actor, status, reason) in enumerate(found, 1):
+            yield number, self._wall(at), actor, status, reason
+
+    def _meshes_rows(self) -> Iterator[Row]:
+        actors = dict[tuple[Key, str], tuple[int, dict[str, Any]]]()
+        procs = dict[tuple[Key, str], tuple[int, dict[str, Any]]]()
+        for process, event in self._events(Kind.MESH):
+            about = _object(event.detail)
+            meshes = actors if "procs" in about else procs
+            meshes[process.program.key, event.name] = event.end_ns, about
+        ids = dict(self._mesh_ids)
+        for key in actors:
+            ids.setdefault(key, len(ids) + 1)
+        proc_ids = {key: number for number, key in enumerate(procs, len(ids) + 1)}
+        seen = Counter(
+            (process.program.key, name) for process in self._recording.processes for name in process.rank_of_actor
+        )
+        for (program, name), number in ids.items():
+            at, about = actors.get((program, name), (None, {}))
+            parent = str(about["procs"]) if "procs" in about else None
+            yield self._mesh(
+                number, at, about, program, name, parent, proc_ids.get((program, parent or "")), seen[program, name]
+            )
+        for (program, name), number in proc_ids.items():
+            at, about = procs[program, name]
+            yield self._mesh(number, at, about, program, name, None, None, None)
+
+    def _mesh(
+        self, number: int, at: int | None, about: dict[str, Any], program: Key, name: str, parent: str | None,
+        parent_id: int | None, seen: int | None,
+    ) -> Row:  # fmt: skip
+        return (
+            number, None if at is None else self._wall(at), about.get("class"), name,
+            name if parent is None else f"{parent}/{name}", json.dumps(about["sizes"]) if "sizes" in about else None,
+            parent_id, None, seen, program[1],
+        )  # fmt: skip
+
+    # ---- messages
+
+    def _all_messages(self) -> Iterator[_Message]:
+        for process, event in self._events(Kind.MESSAGE):
+            if event.detail != CONSTRUCTOR:
+                status = "complete" if event.status == Status.OK else Status(event.status).title
+                yield _Message(process, event.name, event.end_ns - event.duration_ns, event.end_ns, status, event)
+        for process, each in self._going_on(Kind.MESSAGE):
+            if each.state != State.CONSTRUCTING:
+                yield _Message(process, each.name, each.since_ns, None, "active" if is_alive(process) else "lost", each)
+
+    def _sent_of(self, message: _Message) -> tuple[ProcessRecording, RecordedEvent] | None:
+        return self._senders.get((message.what.trace, message.what.reference)) if message.what.reference else None
+
+    def _messages_rows(self) -> Iterator[Row]:
+        for number, each in enumerate(self._all_messages(), 1):
+            sent, sender = self._sent_of(each), self._identities.get(each.what.trace)
+            yield (
+                number, self._wall(each.start),
+                None if sent is None else self._actor_of_thread(sent[0], sent[1].thread),
+                self._actor_id(each.process, each.actor), each.status, each.what.detail, None,
+                self._open_us(each.process, each.start) if each.end is None else (each.end - each.start) // 1000,
+                None if sent is None else max(0, each.start - sent[1].end_ns) // 1000,
+                each.actor, each.process.rank_of_actor.get(each.actor), _signed(each.what.value),
+                each.what.reference or None, None if sender is None else sender.pid, each.process.pid,
+            )  # fmt: skip
+
+    def _message_status_events_rows(self) -> Iterator[Row]:
+        found: list[tuple[int, int, str]] = []
+        for number, each in enumerate(self._all_messages(), 1):
+            if (sent := self._sent_of(each)) is not None:
+                found.append((min(sent[1].end_ns, each.start), number, "sent"))
+            found.append((each.start, number, "active"))
+            if each.end is not None:
+                found.append((each.end, number, each.status))
+        for number, (at, message, status) in enumerate(sorted(found, key=lambda each: each[:2]), 1):
+            yield number, self._wall(at), message, status
+
+    def _sent_messages_rows(self) -> Iterator[Row]:
+        handled = Counter((each.what.trace, each.what.reference) for each in self._all_messages())
+        for number, (process, event) in enumerate(self._events(Kind.SENT), 1):
+            call = process.recorded.identity, event.reference
+            yield (
+                number, self._wall(event.end_ns), self._actor_of_thread(process, event.thread),
+                self._mesh_ids.get((process.program.key, event.name)), None, None, event.name, event.detail,
+                _signed(event.value), event.reference or None, handled[call] if event.reference else None,
+                process.pid, process.label,
+            )  # fmt: skip
+
+    # ---- spans, metrics and others
+
+    def _all_spans(self) -> Iterator[tuple[int, ProcessRecording, RecordedEvent | Activity, int, int | None, str, int]]:
+        number = 0
+        for process, event in self._events(Kind.SPAN):
+            number += 1
+            start = event.end_ns - event.duration_ns
+            yield number, process, event, start, event.end_ns, Status(event.status).title, event.thread
+        for process, each in self._going_on(Kind.SPAN):
+            number += 1
+            yield number, process, each, each.since_ns, None, self._open_status(process), each.value - 1
+
+    def _spans_rows(self) -> Iterator[Row]:
+        spans = list(self._all_spans())
+        ids = {(id(process), what.reference): number for number, process, what, *_ in spans}
+        for number, process, what, start, end, status, thread in spans:
+            yield (
+                number, what.name, self._wall(start), ids.get((id(process), what.trace)), self._thread(process, thread),
+                self._open_us(process, start) if end is None else (end - start) // 1000, status, what.detail or None,
+                self._actor_of_thread(process, thread), process.pid, process.label,
+            )  # fmt: skip
+
+    def _span_events_rows(self) -> Iterator[Row]:
+        found: list[tuple[int, int, str]] = []
+        for number, _, _, start, end, _, _ in self._all_spans():
+            found.append((start, number, "enter"))
+            if end is not None:
+                found.append((end, number, "exit"))
+        for number, (at, span, what) in enumerate(sorted(found), 1):
+            yield number, self._wall(at), span, what
+
+    def _events_rows(self) -> Iterator[Row]:
+        number = 0
+        for process in self._recording.processes:
+            for each in process.recorded.events:
+                number += 1
+                yield (
+                    number, each.name, self._wall(each.end_ns), self._thread(process, each.thread),
+                    Kind(each.kind).title, each.status, each.detail, each.duration_ns // 1000,
+                    _signed(each.reference),
+                    double(each.value) if each.kind == Kind.METRIC else _signed(each.value), _identity(each.trace),
+                    each.number, process.pid, process.label,
+                )  # fmt: skip
+
+    def _metrics_rows(self) -> Iterator[Row]:
+        for number, (process, event) in enumerate(self._events(Kind.METRIC), 1):
+            kind = event.reference
+            sums = kind in SUMS
+            yield (
+                number, self._wall(event.end_ns), event.name, InstrumentKind(kind).title, double(event.value),
+                double(event.trace) if sums else None, event.detail or None, process.pid, process.label,
+            )  # fmt: skip
+
+    def _collectives_rows(self) -> Iterator[Row]:
+        return self._timed(Kind.COLLECTIVE)
+
+    def _transfers_rows(self) -> Iterator[Row]:
+        return self._timed(Kind.TRANSFER)
+
+    def _connections_rows(self) -> Iterator[Row]:
+        for number, (process, event) in enumerate(self._events(Kind.CONNECTION), 1):
+            what, _, reason = event.detail.partition(": ")
+            yield number, self._wall(event.end_ns), event.name, what, reason or None, process.pid, process.label
+
+    # ---- controllers
+
+    def _batches_rows(self) -> Iterator[Row]:
+        for number, (process, event) in enumerate(self._events(Kind.CONTROLLER), 1):
+            if event.detail == BATCH:
+                yield (
+                    number, self._wall(event.end_ns - event.duration_ns), event.name, event.reference, event.value,
+                    event.duration_ns // 1000, process.pid, process.label,
+                )  # fmt: skip
+
+    def _recompilations_rows(self) -> Iterator[Row]:
+        for number, (process, event) in enumerate(self._events(Kind.CONTROLLER), 1):
+            if event.name == COMPILER:
+                what, _, reason = event.detail.partition(": ")
+                yield (
+                    number, self._wall(event.end_ns - event.duration_ns), what, reason or None,
+                    Status(event.status).title, event.duration_ns // 1000, process.pid, process.label,
+                )  # fmt: skip
+
+    # ---- read when they are asked for, of this machine
+
+    def _logs_rows(self) -> Iterator[Row]:
+        numbers = itertools.count(1)
+        for program in self._programs_here():
+            with ProgramOutput(program) as output:
+                for line in output.read():
+                    yield next(numbers), int(line.time * 1e6), line.stream, line.text, line.pid or None, line.label
+
+    def _stacks_rows(self) -> Iterator[Row]:
+        alive = [each for program in self._programs_here() for each in program.processes if each.exit_code is None]
+        for process, read in zip(alive, stacks.read_all([each.pid for each in alive]), strict=True):
+            if read.problem:
+                yield process.pid, process.label, None, None, None, None, None, read.problem
+            for thread in read.threads:
+                for depth, frame in enumerate(thread.frames):
+                    yield (
+                        process.pid, process.label, thread.name or None, depth, frame.function, frame.file, frame.line,
+                        None,
+                    )  # fmt: skip
+
+    def _programs_here(self) -> list[Program]:
+        return [program for program in self._recording.programs if not program.host]
+
+    def _steps_rows(self) -> Iterator[Row]:
+        for number, (process, event) in enumerate(self._events(Kind.STEP), 1):
+            yield (
+                number, self._wall(event.end_ns), event.name, event.reference, event.duration_ns // 1000 or None,
+                process.pid, process.label,
+            )  # fmt: skip
+
+    def _step_times_rows(self) -> Iterator[Row]:
+        members = defaultdict[jobs.Job, list[RecordedProcess]](list)
+        for process in self._recording.processes:
+            if is_alive(process):
+                members[jobs.job_of(process.recorded, process.process.parent or process.pid)].append(process.recorded)
+        for each in (times for ranks in members.values() for times in stragglers.of_job(ranks)):
+            yield (
+                each.pid, each.label, each.name, each.steps, each.median_ns // 1000, each.own_ns // 1000,
+                each.usual_ns // 1000 if each.factor else None, each.ranks, each.factor or None, int(each.is_slow),
+            )  # fmt: skip
+
+    def _timed(self, kind: Kind) -> Iterator[Row]:
+        found: list[tuple[ProcessRecording, RecordedEvent | Activity, int, int | None, str]] = [
+            (process, event, event.end_ns - event.duration_ns, event.duration_ns // 1000, Status(event.status).title)
+            for process, event in self._events(kind)
+        ]
+        found += [
+            (process, each, each.since_ns, self._open_us(process, each.since_ns), self._open_status(process))
+            for process, each in self._going_on(kind)
+        ]
+        for number, (process, what, start, duration, status) in enumerate(found, 1):
+            yield (
+                number, self._wall(start), what.name, status, duration, _signed(what.value), _signed(what.reference),
+                what.detail or None, process.pid, process.label,
+            )  # fmt: skip
+
+
+def _signed(number: int) -> int:
+    """Return a 64-bit number as SQLite has them."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _identity(number: int) -> str | None:
+    return f"{number:x}" if number else None
+
+
+def _object(detail: str) -> dict[str, Any]:
+    try:
+        found = json.loads(detail)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
