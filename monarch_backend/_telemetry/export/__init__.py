@@ -1,0 +1,1 @@
+"""Export of recordings to other tools: Prometheus, OpenTelemetry and torch's flight recorder."""

@@ -1,0 +1,69 @@
+"""`monarch-backend metrics`: metrics of running programs as Prometheus's text, printed or served."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Callable
+
+from monarch_backend.cli.arguments import add_program, fail, until_signal
+
+DEFAULT_HOST = "127.0.0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    add_program(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
+    parser.add_argument(
+        "--serve",
+        type=_address,
+        metavar="[HOST:]PORT",
+        help=f"answer GET /metrics until a signal, on {DEFAULT_HOST} by default; port 0 takes a free one",
+    )
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not [HOST:]PORT with a port from 0 to 65535")
+    return host.strip("[]") or DEFAULT_HOST, int(port)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the metrics, or serve them. Return 0, or 1 with the reason if there is no such program or no such port."""
+    from monarch_backend._telemetry.export import prometheus
+    from monarch_backend._telemetry.export.series import Collector
+
+    collector = Collector(args.program)
+    try:
+        families, recording = collector.look()
+    except (LookupError, NotImplementedError, ValueError) as error:
+        return fail("metrics", error)
+    if args.serve is not None:
+        host, port = args.serve
+        return _serve(host, port, lambda: prometheus.as_text(collector.look()[0]))
+    if args.json:
+        print(prometheus.as_json(families))
+    else:
+        print(prometheus.as_text(families), end="")
+    for each in recording.unread:
+        fail("metrics", f"not read: {each}")
+    return 0
+
+
+def _serve(host: str, port: int, text: Callable[[], str]) -> int:
+    from monarch_backend._telemetry.export.prometheus import Server
+
+    try:
+        with until_signal() as ended, Server(host, port, text) as server:
+            thread = threading.Thread(target=server.serve_forever, name="metrics")
+            thread.start()
+            shown = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
+            print(f"metrics at http://{shown}:{server.server_port}/metrics; Ctrl-C ends this", flush=True)
+            ended.wait()
+            server.shutdown()
+            thread.join()
+    except OSError as error:
+        return fail("metrics", f"cannot serve on {host} port {port}: {error.strerror or error}: choose another one")
+    return 0
