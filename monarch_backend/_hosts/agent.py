@@ -303,7 +303,7 @@ class AgentProcess:
             elif remote not in self._hosts.get(host, []):
                 return
         if awaited is not None:  # without the lock: the route to the controller may be another host of this agent
-            self._tell(AttachFailed(awaited.id, f"{remote}: its agent {remote.lost}"))
+            self._tell(AttachFailed(awaited.id, f"{remote}: no connection to the host's agent: {remote.lost}"))
             return
         self._lost_host(host, f"host {self._name_of_host(host)} is lost: {remote.lost}", host in self._attached)
 

@@ -55,8 +55,6 @@ class Host:
 
 
 class HostRegistry(RuntimeExtension):
-    """The hosts of one controller, and its gateway to them."""
-
     has_work = True
 
     def __init__(self, owner: Any, bounds: Timeouts) -> None:

@@ -169,7 +169,6 @@ def _batches(wanted: set[str], files: Mapping[str, Entry], root: Path) -> Iterat
 
 
 def sync(hosts: Any, path: str | os.PathLike[str], to: str | None, ignore: Sequence[str], reload: Any) -> Synced:
-    """See HostMesh.sync_workspace."""
     root = Path(path).resolve()
     if not root.is_dir():
         raise NotADirectoryError(f"{root} is not a directory: give the root of the workspace")

@@ -14,12 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from monarch_backend._core import env
+from monarch_backend._core.parallel import in_parallel
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts.attach import attach_to_workers
 from monarch_backend._hosts.connection_settings import parse_address
@@ -31,6 +31,9 @@ from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program
 from monarch_backend._transport.network.auth import new_secret, read_secret, write_private
+
+if TYPE_CHECKING:
+    from monarch_backend._telemetry.sql import QueryResult
 
 MAX_CONCURRENT_STARTS = 64
 """Limit of hosts that are started at a time. Each needs a process of this host while it starts."""
@@ -147,7 +150,6 @@ class Job:
     # ---- of each kind
 
     def _plans(self) -> list[Plan]:
-        """Return how each host is started."""
         raise NotImplementedError
 
     def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
@@ -354,6 +356,29 @@ class Job:
             result.append(HostStatus(plan.mesh, plan.index, state, address, log))
         return result
 
+    def query(self, sql: str) -> QueryResult:
+        """Return the answer to a query over what this program and all hosts of the job have recorded.
+
+        docs/operate/telemetry.md has the tables. On each host of another machine a process is started that reads there.
+        Hosts that cannot be read are among ``unread`` of the answer, with the reason.
+
+        Raises QueryError for a wrong query, JobError if the job's file is invalid, and NotImplementedError on systems
+        other than Linux.
+
+        >>> from monarch_backend.actor import this_proc
+        >>> from monarch_backend.job import LocalJob
+        >>> procs = this_proc()
+        >>> len(LocalJob().query("select pid from processes where parent_pid is null"))
+        1
+        """
+        # Imported here, because they import numpy and sqlite3.
+        from monarch_backend._job.inspection import Inspection
+        from monarch_backend._telemetry.sql import answer
+
+        self._read()
+        with Inspection(self.path, [os.getpid()]) as inspection:
+            return answer(sql, inspection.recording())
+
     def kill(self) -> None:
         """End all hosts that the job has started, from this program or another one.
 
@@ -414,8 +439,7 @@ def _refuse(addresses: Sequence[str]) -> list[bool]:
             pass
         return False
 
-    with ThreadPoolExecutor(min(32, len(addresses))) as pool:
-        return list(pool.map(refuses, addresses))
+    return in_parallel(refuses, addresses)
 
 
 def _lost(mesh: HostMesh) -> bool:

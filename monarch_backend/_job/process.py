@@ -6,10 +6,10 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from monarch_backend._core.env import without_secrets
+from monarch_backend._core.parallel import in_parallel
 from monarch_backend._job.base import Job, Plan, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS
@@ -76,9 +76,7 @@ class ProcessJob(Job):
         return ["up" if host.process.runs() else "gone" for host in hosts]
 
     def _end(self, hosts: Sequence[HostEntry]) -> list[str]:
-        if hosts:
-            with ThreadPoolExecutor(min(32, len(hosts))) as pool:
-                list(pool.map(lambda host: host.process.end(TERM_GRACE_S), hosts))
+        in_parallel(lambda host: host.process.end(TERM_GRACE_S), hosts)
         return ["unknown: it does not end" if host.process.runs() else "gone" for host in hosts]
 
     def _description(self) -> dict[str, Any]:

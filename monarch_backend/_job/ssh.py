@@ -12,11 +12,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from typing_extensions import Self
 
+from monarch_backend._core.parallel import in_parallel
 from monarch_backend._job.base import Job, Plan, check_mesh_name
 from monarch_backend._job.host_launcher import ARGUMENTS, REACHED
 from monarch_backend._job.state_file import HostEntry
@@ -134,16 +134,8 @@ class SSHJob(Job):
         by_machine: dict[str, list[HostEntry]] = {}
         for host in hosts:
             by_machine.setdefault(host.where, []).append(host)
-        if not by_machine:
-            return []
-        with ThreadPoolExecutor(min(MAX_CONNECTIONS, len(by_machine))) as pool:
-            answers = dict(
-                zip(
-                    by_machine,
-                    pool.map(lambda item: self._ask_machine(item[0], item[1], what), by_machine.items()),
-                    strict=True,
-                )
-            )
+        asked = in_parallel(lambda item: self._ask_machine(item[0], item[1], what), by_machine.items(), MAX_CONNECTIONS)
+        answers = dict(zip(by_machine, asked, strict=True))
         return [answers[host.where][host.process.pid] for host in hosts]
 
     def _ask_machine(self, machine: str, hosts: Sequence[HostEntry], what: str) -> dict[int, str]:

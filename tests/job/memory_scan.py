@@ -1,6 +1,8 @@
 """Search of a process for secrets: its environment and every page of its memory.
 
-The needles are masked, so that the search does not find its own copies. A page is masked before it is compared.
+The search compares patterns, so that it does not find its own copies. The pattern of some data has its bytes without
+their lowest bit. A pattern of a pattern is another text: memory that the search has freed, and reads again, matches
+nothing.
 """
 
 from __future__ import annotations
@@ -11,36 +13,36 @@ from collections.abc import Iterator
 
 from monarch_backend.actor import Actor, endpoint
 
-_MASK = bytes(byte ^ 0x5A for byte in range(256))
+_HALVES = bytes(byte >> 1 for byte in range(256))
 _CHUNK = 4 << 20
 _PAGE = 4096
 
 
-def masked(data: bytes) -> bytes:
-    """Flip some bits of each byte. A second call restores the data."""
-    return data.translate(_MASK)
+def pattern(data: bytes) -> bytes:
+    """Return the data with each byte shifted right by one bit."""
+    return data.translate(_HALVES)
 
 
 def needles(secret: bytes) -> list[bytes]:
-    """Return masked forms of a secret: its bytes and its usual texts."""
+    """Return the patterns of a secret: of its bytes and of its usual texts."""
     texts = (secret, secret.hex().encode(), secret.hex().upper().encode(), base64.b64encode(secret))
-    return [masked(text) for text in texts]
+    return [pattern(text) for text in texts]
 
 
-def found_in(masked_needles: list[bytes]) -> list[str]:
-    """Return the places of this process that contain a needle."""
+def found_in(patterns: list[bytes]) -> list[str]:
+    """Return the places of this process whose pattern contains one of the patterns."""
     places = [("environ", _environment()), *_memory()]
-    return sorted({place for place, data in places if any(needle in data for needle in masked_needles)})
+    return sorted({place for place, data in places if any(needle in data for needle in patterns)})
 
 
 def _environment() -> bytes:
     with open("/proc/self/environ", "rb") as file:
         initial = file.read()
-    return masked(initial + b"\0".join(name + b"=" + value for name, value in os.environb.items()))
+    return pattern(initial + b"\0".join(name + b"=" + value for name, value in os.environb.items()))
 
 
 def _memory() -> Iterator[tuple[str, bytes]]:
-    """Yield names and masked bytes of the present pages.
+    """Yield names and patterns of the present pages.
 
     Chunks overlap by a page, because a needle may cross a border.
     """
@@ -59,16 +61,16 @@ def _memory() -> Iterator[tuple[str, bytes]]:
                 if any(pages.read(size // _PAGE * 8)[7::8]):  # a page is there, or swapped out: bits 62 and 63
                     begin = max(start, at - _PAGE)
                     memory.seek(begin)
-                    yield name.strip(), masked(memory.read(at + size - begin))
+                    yield name.strip(), pattern(memory.read(at + size - begin))
 
 
 class Scanner(Actor):
     """Actor that searches its own process."""
 
     @endpoint
-    def keep(self, control: bytes) -> None:
-        self.control = masked(control)
+    def keep(self, reversed_control: bytes) -> None:
+        self.control = reversed_control[::-1]
 
     @endpoint
-    def scan(self, masked_needles: list[bytes]) -> list[str]:
-        return found_in(masked_needles)
+    def scan(self, patterns: list[bytes]) -> list[str]:
+        return found_in(patterns)

@@ -53,6 +53,20 @@ def test_programs_find_their_meshes(applied: ProcessJob) -> None:
     assert in_program(names, applied.path) == [["trainers0", "trainers0"], ["dataloaders0", "dataloaders0"]]
 
 
+def asked(path: Path) -> Any:
+    job = Job.load(path)
+    procs = job.state().trainers.spawn_procs({"gpus": 2})
+    procs.spawn("where", Where).host.call().get(30)
+    arrows = "select count(*) from messages where actor = 'where' and from_pid is not null"
+    result = job.query(arrows).rows, job.query("select count(*) from processes where label like '%gpus %'").rows
+    procs.stop().get(30)
+    return result
+
+
+def test_query_of_a_job_reads_the_program_and_the_hosts(applied: ProcessJob) -> None:
+    assert in_program(asked, applied.path) == ([(2,)], [(2,)])
+
+
 def test_second_apply_finds_running_hosts(applied: ProcessJob) -> None:
     before = pids(applied)
     applied.apply()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from monarch_backend._transport.network.auth import new_secret
 from monarch_backend.actor import this_host
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import ProcessJob
-from tests.job.memory_scan import Scanner, masked, needles
+from tests.job.memory_scan import Scanner, found_in, needles
 from tests.job.support import MARK, Where, in_program, new_mark
 
 
@@ -40,11 +41,35 @@ def scan(mesh: Any, secrets: list[bytes]) -> tuple[list[str], list[str]]:
     """Return where a worker of the mesh finds a secret, and where it finds a control value that it was given."""
     procs = mesh.spawn_procs({"gpus": 1})
     scanner, control = procs.spawn("scanner", Scanner), os.urandom(32)
-    scanner.keep.call_one(masked(control)).get(60)
+    scanner.keep.call_one(control[::-1]).get(60)
     found = scanner.scan.call_one([needle for secret in secrets for needle in needles(secret)]).get(60)
     kept = scanner.scan.call_one(needles(control)).get(60)
     procs.stop().get(30)
     return found, kept
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and glibc's heap")
+def test_scanner_that_reads_memory_it_has_freed_does_not_find_its_copies() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+
+    def program() -> list[str]:
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: everything is on the heap
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD: which keeps its size
+        blocks = [libc.malloc(1 << 20) for _ in range(65)]
+        for block in blocks:
+            ctypes.memset(block, 1, 1 << 20)
+        for block in blocks[:-1]:
+            libc.free(block)
+        patterns = needles(os.urandom(32))
+        message = bytes(1000) + b"".join(patterns)  # large enough for the heap
+        return found_in(patterns) if message else []
+
+    assert in_program(program) == []
 
 
 @pytest.mark.slow
@@ -102,7 +127,7 @@ def two_jobs(folder: Path, mark: str) -> None:
         for job in (one, other):
             job.apply()
             ends.callback(job.kill)
-            meshes.append(job.state().t.spawn_procs({"gpus": 1}).spawn("where", Where))
+            meshes.append(job.state(timeout=60).t.spawn_procs({"gpus": 1}).spawn("where", Where))
         assert one.path.with_suffix(".secret").read_text() != other.path.with_suffix(".secret").read_text()
         here = os.uname().nodename
         # Calls between the jobs, in both directions. Neither host has the other's secret.
@@ -111,7 +136,7 @@ def two_jobs(folder: Path, mark: str) -> None:
         meshes[0].stop().get(30)
         one.kill()
         one.apply()
-        again = one.state().t.spawn_procs({"gpus": 1}).spawn("where", Where)
+        again = one.state(timeout=60).t.spawn_procs({"gpus": 1}).spawn("where", Where)
         assert again.next_name.call_one(meshes[1]).get(30) == here
         for mesh in (again, meshes[1]):
             mesh.stop().get(30)

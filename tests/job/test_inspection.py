@@ -1,0 +1,189 @@
+"""Commands that look at a job: what runs on its hosts, read from a second terminal, while its program hangs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend import _native
+from monarch_backend._job import inspection
+from monarch_backend._job.inspection import Inspection
+from monarch_backend.job import Job
+from tests.job.support import in_program
+from tests.job.test_ssh_job import new_job
+from tests.support import sshd
+
+pytestmark = pytest.mark.skipif(bool(sshd.refusal()), reason=sshd.refusal())
+
+PROGRAM = """
+import sys, time
+from monarch_backend.actor import Actor, endpoint
+from monarch_backend.job import Job
+
+class Sleeper(Actor):
+    @endpoint
+    def sleep(self):
+        time.sleep(1e6)
+
+if __name__ == "__main__":
+    procs = Job.load(sys.argv[1]).state().trainers.spawn_procs({"gpus": 2}, name="workers")
+    future = procs.spawn("sleeper", Sleeper).sleep.call()
+    print("ready", flush=True)
+    future.get()
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job with one host, which counts as another machine, and a program that hangs on it."""
+    folder = tmp_path_factory.mktemp("job")
+    with sshd.server(folder) as server:
+        made = new_job(server, folder).add_mesh("trainers", ["127.0.0.1"])
+        made.apply()
+        script = folder / "hanging.py"
+        script.write_text(PROGRAM)
+        command = [sys.executable, str(script), str(made.path)]
+        program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+            yield made
+        finally:
+            program.kill()
+            program.communicate()
+            made.kill()
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "monarch_backend.cli", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def programs(job: Job) -> list[dict[str, Any]]:
+    """Output of `ps` when both actors sleep."""
+    deadline = time.monotonic() + 60
+    while True:
+        ran = command("ps", job.path, "--json")
+        assert ran.returncode == 0, ran.stderr
+        found: list[dict[str, Any]] = json.loads(ran.stdout)
+        there = [each for each in found if each["host"]]
+        busy = [a for each in there for p in each["processes"] for a in p["activities"] if a["state"] == "running"]
+        if len(busy) == 2 or time.monotonic() > deadline:
+            return found
+
+
+def test_ps_shows_the_program_and_its_processes_on_the_host(job: Job, programs: list[dict[str, Any]]) -> None:
+    here, there = sorted(programs, key=lambda each: str(each["host"]))
+    assert "hanging.py" in here["command"] and here["host"] == ""
+    assert there["host"] == "trainers[0] (127.0.0.1)"
+    workers = [each for each in there["processes"] if each["label"].endswith("of workers")]
+    assert [each["label"] for each in workers] == ["hosts 0 gpus 0 of workers", "hosts 0 gpus 1 of workers"]
+    assert [a["detail"] for each in workers for a in each["activities"]] == ["sleep", "sleep"]
+    assert not any("reader" in each["label"] for each in there["processes"])
+    text = command("ps", job.path).stdout
+    assert " on trainers[0] (127.0.0.1) (pid " in text and "sleeper rank 1: running sleep" in text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs")
+def test_stack_shows_where_the_processes_of_the_host_are(job: Job) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        ran = command("stack", job.path)
+        assert ran.returncode == 0, ran.stderr
+        # On a busy machine, a process may not answer in time.
+        if "hosts 0 gpus 0-1 of workers (pids " in ran.stdout or time.monotonic() > deadline:
+            break
+    assert "hosts 0 gpus 0-1 of workers (pids " in ran.stdout
+    assert "hanging.py:9 in sleep" in ran.stdout and "time.sleep(1e6)" in ran.stdout
+    one = command("stack", job.path, "--rank", "hosts 0 gpus 1", "--json")
+    assert [each["label"] for program in json.loads(one.stdout) for each in program["processes"]] == [
+        "hosts 0 gpus 1 of workers"
+    ]
+
+
+@pytest.mark.usefixtures("programs")
+def test_sql_joins_the_program_and_the_host(job: Job) -> None:
+    query = "select host, label from processes where pid in (select from_pid from messages where endpoint = 'sleep')"
+    answer = json.loads(command("sql", query, job.path, "--json").stdout)
+    assert answer["rows"] == [["", "program hanging.py"]]
+    assert answer["not_read"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs")
+def test_connections_between_hosts_are_recorded(job: Job) -> None:
+    query = (
+        "select host, process, peer, event from connections join processes using (pid) where label not like 'agent%'"
+    )
+    rows = json.loads(command("sql", query, job.path, "--json").stdout)["rows"]
+    [host] = json.loads(job.path.read_text())["hosts"]
+    assert ["", "gateway", host["address"].removeprefix("tcp://"), "made"] in rows
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs")
+def test_trace_has_one_clock(job: Job, tmp_path: Path) -> None:
+    ran = command("trace", job.path, "-o", tmp_path / "trace.json")
+    assert ran.returncode == 0, ran.stderr
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    bound = trace["otherData"]["clock_error_bound_ns"]
+    assert 0 < bound < 1e9
+    sleeps = [each for each in trace["traceEvents"] if each["ph"] == "X" and each["name"] == "sleeper.sleep"]
+    arrows = {each["ph"]: each["ts"] for each in trace["traceEvents"] if each["ph"] in "sf"}
+    assert len(sleeps) == 2 and len({each["pid"] for each in sleeps}) == 2
+    assert arrows["s"] <= arrows["f"] + bound / 1000
+    assert "times of other machines may be wrong by" in ran.stdout
+
+
+def ask(path: Path) -> Any:
+    made = Job.load(path)
+    with Inspection(made.path) as there:
+        programs, unread = there.programs()
+    count = threading.active_count()
+    for _ in range(3):
+        result = made.query("select count(*) from processes where label like '%of workers'")
+    assert threading.active_count() <= count
+    return [each.host for each in programs], [str(each) for each in unread], result.rows, result.unread
+
+
+def test_host_that_is_gone_is_named(job: Job, tmp_path: Path) -> None:
+    content = json.loads(job.path.read_text())
+    lost = content["hosts"][0] | {"index": 1, "where": "lost", "address": "tcp://127.0.0.1:9"}
+    content["hosts"].append(lost)
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(content))
+    path.chmod(0o600)
+    hosts, unread, rows, not_read = in_program(ask, path)
+    wanted = ["trainers[1] (lost): it does not accept a connection at tcp://127.0.0.1:9"]
+    assert sorted(hosts) == ["", "trainers[0] (127.0.0.1)"]
+    assert (unread, not_read) == (wanted, wanted)
+    assert rows == [(2,)]
+
+
+def test_names_that_are_no_jobs_stand_for_programs() -> None:
+    ran = command("ps", "no-such-job")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "no running program is 'no-such-job'" in ran.stderr
+
+
+def test_offset_of_a_clock_is_that_of_the_shortest_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, delays = 0, iter([80, 10, 2, 50, *[100] * 6])
+
+    def clock_ns() -> int:
+        nonlocal now
+        delay = next(delays)
+        now += 2 * delay
+        return now - delay + 1_000_000
+
+    monkeypatch.setattr(_native, "monotonic_ns", lambda: now)
+    assert inspection._clock_offset(clock_ns) == (1_000_000, 2)
