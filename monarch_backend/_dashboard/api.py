@@ -1,0 +1,287 @@
+"""The HTTP API: one table of routes, with the function, the parameters and the answer of each.
+
+The server, the checks of parameters and the OpenAPI description are made from this table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from textwrap import dedent
+from typing import Annotated, Any
+
+import msgspec
+
+from monarch_backend import _native
+from monarch_backend._dashboard import curves, failures, states
+from monarch_backend._dashboard.answers import (
+    ActivityAnswer,
+    Collectives,
+    Failures,
+    LogLineAnswer,
+    Logs,
+    Metrics,
+    ProcessAnswer,
+    ProcessRates,
+    Programs,
+    ProgramStacks,
+    ProgramSummary,
+    RatesAnswer,
+    SqlAnswer,
+    StackGroup,
+    StacksAnswer,
+    Timeline,
+    Tree,
+)
+from monarch_backend._dashboard.source import Source
+from monarch_backend._telemetry import folded_stacks, sql, trace_export
+from monarch_backend._telemetry.labels import fold_labels, is_named
+from monarch_backend._telemetry.program_output import ProgramOutput
+from monarch_backend._telemetry.reader import EventFilter
+from monarch_backend._telemetry.stacks import read_all
+
+PREFIX = "/api/v1"
+MAX_STACKS = 1024
+STACKS_TIME_LIMIT_S = 10.0
+MAX_WITH_PY_SPY = 8
+"""Processes up to which those that do not answer are read with py-spy, which may take 20 s for each."""
+
+_MAX_PID = 1 << 31
+
+Pid = Annotated[int, msgspec.Meta(ge=1, lt=_MAX_PID, description="pid of a process of the program; default all")]
+Label = Annotated[str, msgspec.Meta(max_length=200, description='label of a process, such as "gpus 3", or its pid')]
+
+
+class NoParameters(msgspec.Struct, forbid_unknown_fields=True):
+    """No parameters."""
+
+
+class OfProgram(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of routes about programs."""
+
+    program: Pid | msgspec.UnsetType = msgspec.UNSET
+
+
+class OfProcess(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of a route about one process."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=_MAX_PID, description="pid of the process")]
+
+
+class StacksOf(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of stacks."""
+
+    program: Pid | msgspec.UnsetType = msgspec.UNSET
+    rank: Label = ""
+    all_threads: Annotated[bool, msgspec.Meta(description="also threads and calls of the runtime")] = False
+
+
+class LogsOf(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of logs."""
+
+    program: Pid | msgspec.UnsetType = msgspec.UNSET
+    rank: Label = ""
+    search: Annotated[str, msgspec.Meta(max_length=200, description="text in the line; case is ignored")] = ""
+    since_s: Annotated[float, msgspec.Meta(gt=0, le=1e9, description="only lines of the last seconds")] = 1e9
+    limit: Annotated[int, msgspec.Meta(ge=1, le=5000, description="last lines that are returned")] = 500
+
+
+class MetricsOf(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of metrics."""
+
+    program: Pid | msgspec.UnsetType = msgspec.UNSET
+    name: Annotated[str, msgspec.Meta(max_length=200, description="name of the metric; default all")] = ""
+    points: Annotated[int, msgspec.Meta(ge=10, le=2000, description="most points of a curve")] = 300
+
+
+class TimelineOf(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of the timeline."""
+
+    program: Pid | msgspec.UnsetType = msgspec.UNSET
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=3600, description="length of the window that ends now")] = 10.0
+    limit: Annotated[int, msgspec.Meta(ge=100, le=100_000, description="most events, of all processes")] = 10_000
+
+
+class Query(msgspec.Struct, forbid_unknown_fields=True):
+    """A query: one SELECT statement of SQLite, as `monarch-backend sql` takes it."""
+
+    query: Annotated[str, msgspec.Meta(min_length=1, max_length=20_000)]
+    program: Pid | msgspec.UnsetType = msgspec.UNSET
+    limit: Annotated[int, msgspec.Meta(ge=1, le=10_000, description="most rows of the answer")] = 1000
+
+
+@dataclass(frozen=True)
+class Route:
+    """A route: its answer is what ``call`` returns for the source and the parameters.
+
+    Parameters of GET are in the query string, those of POST are a JSON object.
+    """
+
+    method: str
+    path: str
+    parameters: type[msgspec.Struct]
+    answer: type[msgspec.Struct]
+    call: Callable[[Source, Any], msgspec.Struct]
+
+
+def programs(source: Source, _: NoParameters) -> Programs:
+    """Return the running programs of this user on this machine."""
+    found, _rates, unix_s = source.look()
+    return Programs(
+        unix_s,
+        [
+            ProgramSummary(
+                pid=each.pid,
+                command=each.command,
+                processes=len(each.processes),
+                running=sum(process.exit_code is None for process in each.processes),
+                failed=sum(bool(process.exit_code) for process in each.processes),
+                age_s=max(process.age for process in each.processes),
+            )
+            for each in found
+        ],
+    )
+
+
+def tree(source: Source, of: OfProgram) -> Tree:
+    """Return the processes of programs, with the state of each: what it does, since when, its queue and memory."""
+    found = source.programs(of.program or None)
+    return Tree(source.look()[2], [states.tree(each) for each in found])
+
+
+def process(source: Source, of: OfProcess) -> ProcessAnswer:
+    """Return one process with all of its activities."""
+    for program in source.programs(of.pid):
+        for each in program.processes:
+            if each.pid == of.pid:
+                return ProcessAnswer(states.rank(each), msgspec.convert(each.activities, list[ActivityAnswer]))
+    raise LookupError(f"the process {of.pid} has ended, and its recording was reused")
+
+
+def rates(source: Source, of: OfProgram) -> RatesAnswer:
+    """Return messages, bytes and processor time of each process per second, and the lengths of queues."""
+    found = source.programs(of.program or None)
+    _, by_pid, unix_s = source.look()
+    return RatesAnswer(
+        unix_s,
+        [
+            ProcessRates(
+                pid=each.pid,
+                messages_per_s=by_pid[each.pid].messages_per_second,
+                bytes_per_s=by_pid[each.pid].bytes_per_second,
+                cpu=by_pid[each.pid].cpu,
+                queue=sum(int(activity["queue"]) for activity in each.activities),
+            )
+            for program in found
+            for each in program.processes
+            if each.pid in by_pid
+        ],
+    )
+
+
+def failures_of(source: Source, of: OfProgram) -> Failures:
+    """Return ended processes, failed actors, messages and collectives, each with its chain of causes and last lines."""
+    recording, _ = source.recording(of.program or None, failures.WANTED)
+    return failures.find(recording)
+
+
+def stacks(source: Source, of: StacksOf) -> StacksAnswer:
+    """Return the Python stacks of running processes, equal ones once. It asks each process by a signal."""
+    found, left_out, budget = [], 0, MAX_STACKS
+    end = time.monotonic() + STACKS_TIME_LIMIT_S
+    known = source.programs(of.program or None)
+    for program in known:
+        running = [
+            each
+            for each in program.processes
+            if each.exit_code is None and (not of.rank or is_named(each.label, of.rank, each.pid))
+        ]
+        asked = running[:budget]
+        budget, left_out = budget - len(asked), left_out + len(running) - len(asked)
+        if not asked:
+            continue
+        stacks = read_all(
+            [each.pid for each in asked],
+            with_py_spy=len(asked) <= MAX_WITH_PY_SPY,
+            time_limit=max(0.0, end - time.monotonic()),
+        )
+        folded = folded_stacks.fold(list(zip(asked, stacks, strict=True)), all_threads=of.all_threads)
+        groups = [
+            StackGroup(fold_labels([each.label for each in processes]), [each.pid for each in processes], dedent(text))
+            for text, processes in folded.items()
+        ]
+        found.append(ProgramStacks(program.pid, program.command, groups))
+    if of.rank and not found:
+        raise LookupError(f"no running process is {of.rank!r}")
+    return StacksAnswer(found, left_out)
+
+
+def logs(source: Source, of: LogsOf) -> Logs:
+    """Return the last lines of output that match, also of processes that have ended."""
+    since, wanted = time.time() - of.since_s, of.search.casefold()
+    found, kept = [], False
+    for program in source.programs(of.program or None):
+        with ProgramOutput(program) as output:
+            kept = kept or output.is_kept
+            found += [
+                line
+                for line in output.read()
+                if line.time >= since
+                and (not of.rank or is_named(line.label, of.rank, line.pid))
+                and (not wanted or wanted in line.text.casefold())
+            ]
+    found.sort(key=lambda line: line.time)
+    lines = [LogLineAnswer(each.time, each.label, each.pid, each.stream, each.text) for each in found[-of.limit :]]
+    return Logs(lines, len(found) - len(lines), kept)
+
+
+def sql_query(source: Source, of: Query) -> SqlAnswer:
+    """Return the answer to a SELECT statement over what programs have recorded. It takes at most 10 s."""
+    recording, limit = source.recording(of.program or None, EventFilter())
+    result = sql.answer(of.query, recording)
+    answer = result.as_json()
+    return SqlAnswer(
+        columns=result.columns,
+        rows=answer["rows"][: of.limit],
+        truncated=result.is_truncated or len(result.rows) > of.limit,
+        not_read=result.unread,
+        overwritten=sum(each.overwritten for each in result.processes),
+        events_per_process=limit,
+    )
+
+
+def collectives(source: Source, of: OfProgram) -> Collectives:
+    """Return the collectives in flight, with the ranks that are in and those that are missing."""
+    recording, _ = source.recording(of.program or None, None)
+    return states.in_flight(recording)
+
+
+def metrics(source: Source, of: MetricsOf) -> Metrics:
+    """Return curves of the metrics that programs record, such as a loss."""
+    recording, _ = source.recording(of.program or None, curves.WANTED, max_events=100_000)
+    return curves.curves(recording, of.name, of.points)
+
+
+def timeline(source: Source, of: TimelineOf) -> Timeline:
+    """Return the last seconds of the trace, in the Trace Event Format. Times are microseconds since its first slice."""
+    since = max(1, _native.monotonic_ns() - int(of.seconds * 1e9))
+    recording, limit = source.recording(of.program or None, EventFilter(since_ns=since), max_events=of.limit)
+    cut = sum(len(each.recorded.events) >= limit for each in recording.processes)
+    return Timeline(trace_export.as_trace(recording), cut, of.seconds)
+
+
+ROUTES = [
+    Route("GET", "/programs", NoParameters, Programs, programs),
+    Route("GET", "/tree", OfProgram, Tree, tree),
+    Route("GET", "/process", OfProcess, ProcessAnswer, process),
+    Route("GET", "/rates", OfProgram, RatesAnswer, rates),
+    Route("GET", "/failures", OfProgram, Failures, failures_of),
+    Route("GET", "/stacks", StacksOf, StacksAnswer, stacks),
+    Route("GET", "/logs", LogsOf, Logs, logs),
+    Route("POST", "/sql", Query, SqlAnswer, sql_query),
+    Route("GET", "/collectives", OfProgram, Collectives, collectives),
+    Route("GET", "/metrics", MetricsOf, Metrics, metrics),
+    Route("GET", "/timeline", TimelineOf, Timeline, timeline),
+]
+"""All routes of the API."""
