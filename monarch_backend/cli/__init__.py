@@ -9,9 +9,43 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from monarch_backend import __version__
-from monarch_backend.cli import up as up_module
+from monarch_backend.cli import (
+    dashboard,
+    debug,
+    export,
+    flight_recorder,
+    kill,
+    logs,
+    metrics,
+    profile,
+    ps,
+    sql,
+    stack,
+    top,
+    trace,
+    up,
+)
+
+_COMMANDS: dict[str, tuple[Any, str]] = {
+    "up": (up, "make this machine a host on which controllers can start processes"),
+    "ps": (ps, "running programs: their processes, actors and messages"),
+    "stack": (stack, "Python stacks of a program's processes, equal ones once"),
+    "trace": (trace, "a timeline of running programs, for Perfetto"),
+    "profile": (profile, "torch.profiler or flame graphs of running ranks"),
+    "sql": (sql, "ask what running programs have recorded, in SQL"),
+    "metrics": (metrics, "metrics of running programs, as Prometheus's text or its server"),
+    "flight-recorder": (flight_recorder, "collectives of all ranks, for torch's flight recorder analyser"),
+    "export": (export, "spans, messages and metrics to an OpenTelemetry receiver"),
+    "debug": (debug, "processes that wait at a breakpoint, and pdb in them"),
+    "logs": (logs, "output of a program's processes, also of ended ones"),
+    "top": (top, "ps with rates, refreshed each second on the whole screen"),
+    "dashboard": (dashboard, "a page in the browser: ranks, failures, timeline, stacks, logs, SQL, curves"),
+    "kill": (kill, "end a program with all of its processes, or one of them"),
+}
+"""Modules of the commands that need no torch, with their lines in the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +75,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
         "doctor", help="what this machine offers, which route each device takes, what is missing"
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    up = commands.add_parser("up", help="make this machine a host on which controllers can start processes")
-    up_module.add_arguments(up)
+    for name, (module, about) in _COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=about))
     commands.add_parser("run", help="torchrun, with ranks from a fork server; its options", add_help=False)
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["run"]:  # the other arguments are torchrun's, which has its own parser
@@ -57,8 +91,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
         return _launch.run(words[1:])
     args = parser.parse_args(words)
 
-    if args.command == "up":
-        return up_module.run(args)
+    if args.command in _COMMANDS:
+        return int(_COMMANDS[args.command][0].run(args))
     from monarch_backend.cli import doctor as doctor_module
 
     return doctor_module.run(as_json=args.json)

@@ -1,0 +1,44 @@
+"""What the commands that look at running programs share: their argument PROGRAM, how they fail, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+
+def add_program(parser: argparse.ArgumentParser, *, or_job: bool = False) -> None:
+    """Add the optional argument PROGRAM, as ``program``. _telemetry/programs.py says what it stands for.
+
+    With ``or_job`` it may be a job, too: cli/subject.py.
+    """
+    what = "a pid of the program, or a part of its command; all by default"
+    if or_job:
+        what = "a job's name or file, a pid of the program, or a part of its command; all of this machine by default"
+    parser.add_argument("program", nargs="?", metavar="PROGRAM", help=what)
+
+
+def nothing_there(program: str | None = None) -> str:
+    """Return what a command says that has found no program where it looks."""
+    return "no program of this user runs there" if program else "no program of this user runs on this machine"
+
+
+def fail(command: str, reason: object) -> int:
+    """Print why a command has failed, and return its exit code 1."""
+    print(f"monarch-backend {command}: {reason}", file=sys.stderr)
+    return 1
+
+
+@contextlib.contextmanager
+def until_signal() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and Ctrl-C set, in place of ending the process. Only for the main thread."""
+    ended = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

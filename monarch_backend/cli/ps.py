@@ -1,0 +1,110 @@
+"""`monarch-backend ps`: the running programs of this machine, their processes, and what each actor does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from monarch_backend.cli.arguments import add_program, fail, nothing_there
+
+if TYPE_CHECKING:
+    from monarch_backend._telemetry.programs import Process, Program
+
+_ORDERS: dict[str, Callable[[Process], float]] = {
+    "cpu": lambda process: process.cpu_seconds or 0.0,
+    "memory": lambda process: process.memory or 0,
+    "age": lambda process: process.age,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    add_program(parser, or_job=True)
+    parser.add_argument(
+        "--sort",
+        choices=sorted(_ORDERS),
+        help="order of a program's processes, the highest first; by default as started",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the trees. Return 0, or 1 with the reason if there is no such program."""
+    from monarch_backend._job.errors import JobError
+    from monarch_backend.cli.subject import look_at
+
+    try:
+        with look_at(args.program) as there:
+            chosen, unread = there.programs()
+    except (LookupError, NotImplementedError, JobError) as error:
+        return fail("ps", error)
+    for each in unread:
+        print(f"not read: {each}", file=sys.stderr)
+    if args.sort:
+        for program in chosen:
+            program.processes.sort(key=lambda each: (each.pid != program.pid, -_ORDERS[args.sort](each)))
+    if args.json:
+        print(json.dumps([program.as_json() for program in chosen], indent=1))
+    elif not chosen:
+        print(nothing_there(args.program))
+    else:
+        print("\n\n".join(as_text(program) for program in chosen))
+    return 0
+
+
+def as_text(program: Program) -> str:
+    """Return the tree of a program: a line per process, and below it one per activity."""
+    lines = []
+    for process in program.processes:
+        indent = "" if process.parent == 0 else "  "
+        lines.append(f"{indent}{_process_line(process, program)}")
+        lines += [f"{indent}    {_activity_line(activity)}" for activity in process.activities]
+    return "\n".join([*lines, *findings(program)])
+
+
+def findings(program: Program) -> list[str]:
+    """Return a line for each late and each slow rank of a program."""
+    return [str(each["text"]) for each in (*program.late, *program.slow)]
+
+
+def _process_line(process: Process, program: Program) -> str:
+    what = process.label
+    if process.pid == program.pid:
+        what = program.command if what.startswith("program ") else f"{what} of {program.command}"
+        what += f" on {program.host}" if program.host else ""
+    facts = [f"pid {process.pid}", process.state if process.exit_code is None else f"ended with {process.exit_code}"]
+    if process.memory is not None and process.cpu_seconds is not None:
+        facts += [f"{process.memory / 2**20:.0f} MiB", f"{process.cpu_seconds:.1f} s of processor time"]
+    return f"{what} ({', '.join(facts)})"
+
+
+def _activity_line(activity: dict[str, object]) -> str:
+    if activity["kind"] == "wait" and activity["name"] == "breakpoint":  # of a thread, which has no rank
+        return f"waits at {activity['detail']} for {duration(float(str(activity['seconds'])))}: monarch-backend debug"
+    if activity["kind"] == "step":
+        made = f"{activity['name']} {activity['ended']} done"
+        median = f", median of the last {activity['window']} {duration(float(str(activity['median_seconds'])))}"
+        return made + median * bool(activity["window"])
+    rank = "" if activity["kind"] == "span" else f" rank {activity['rank']}"
+    text = f"{activity['name']}{rank}: {activity['state']}"
+    if activity["detail"]:
+        text += f" {activity['detail']}"
+    text += f" for {duration(float(str(activity['seconds'])))}, {activity['ended']} done"
+    return f"{text}, {activity['queue']} in the queue" if activity["queue"] else text
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for people.
+
+    >>> [duration(each) for each in (0.0123, 3.21, 754.0, 7300.0)]
+    ['12 ms', '3.2 s', '12 min 34 s', '2 h 1 min']
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    return f"{minutes} min {int(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,107 @@
+"""`monarch-backend stack`: the Python stacks of all processes of a program, equal ones once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._telemetry.labels import is_named
+from monarch_backend.cli.arguments import add_program, fail, nothing_there
+from monarch_backend.cli.ps import findings
+
+if TYPE_CHECKING:
+    from monarch_backend._telemetry.programs import Process, Program
+    from monarch_backend._telemetry.stacks import Stacks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    add_program(parser, or_job=True)
+    parser.add_argument("--rank", metavar="LABEL", help="only processes with this pid or label, such as 'gpus 3'")
+    parser.add_argument("--all-threads", action="store_true", help="also threads and calls of monarch_backend itself")
+    parser.add_argument("--native", action="store_true", help="also C frames; needs py-spy")
+    parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the stacks. Return 0, or 1 with the reason if there is no such program or process."""
+    from monarch_backend._job.errors import JobError
+    from monarch_backend._telemetry import py_spy
+    from monarch_backend.cli.subject import look_at
+
+    try:
+        if args.native and py_spy.find() is None:
+            raise LookupError("--native needs py-spy: pip install py-spy")
+        with look_at(args.program) as there:
+            chosen, unread = there.programs()
+            found = [(program, _selected(program, args.rank)) for program in chosen]
+            if args.rank is not None and not any(processes for _, processes in found):
+                labels = ", ".join(each.label for program in chosen for each in program.processes)
+                raise LookupError(f"no process is {args.rank!r}; there are: {labels}")
+            read = []
+            for program, processes in found:
+                if processes:
+                    stacks = there.stacks(program.host, [each.pid for each in processes], args.native)
+                    read.append((program, list(zip(processes, stacks, strict=True))))
+    except (LookupError, NotImplementedError, JobError) as error:
+        return fail("stack", error)
+    for each in unread:
+        print(f"not read: {each}", file=sys.stderr)
+    if args.json:
+        print(json.dumps([_as_json(*each) for each in read], indent=1))
+    elif not read:
+        print(nothing_there(args.program))
+    else:
+        print("\n\n".join(as_text(*each, all_threads=args.all_threads) for each in read))
+    return 0
+
+
+def _selected(program: Program, rank: str | None) -> list[Process]:
+    return [
+        each
+        for each in program.processes
+        if each.state == "running" and (rank is None or is_named(each.label, rank, each.pid))
+    ]
+
+
+def as_text(program: Program, read: list[tuple[Process, Stacks]], *, all_threads: bool = False) -> str:
+    """Return the stacks of a program: processes with equal stacks are one block. The innermost call is the last."""
+    from monarch_backend._telemetry.folded_stacks import fold, heading
+
+    where = f" on {program.host}" if program.host else ""
+    lines = [f"{program.command} (pid {program.pid}{where})", *findings(program)]
+    blocks = fold(read, all_threads=all_threads)
+    lines += [f"\n{heading(processes)}\n{block}" for block, processes in blocks.items()]
+    return "\n".join(lines)
+
+
+def _as_json(program: Program, read: list[tuple[Process, Stacks]]) -> dict[str, Any]:
+    from monarch_backend._telemetry.folded_stacks import source_of
+
+    return {
+        "pid": program.pid,
+        "command": program.command,
+        "host": program.host,
+        "late": program.late,
+        "processes": [
+            {
+                "pid": process.pid,
+                "label": process.label,
+                "problem": stacks.problem,
+                "threads": [
+                    {
+                        "name": thread.name,
+                        "runtime": thread.is_runtime,
+                        "frames": [
+                            {"file": each.file, "line": each.line, "function": each.function, "source": source_of(each)}
+                            for each in thread.frames
+                        ],
+                    }
+                    for thread in stacks.threads
+                ],
+            }
+            for process, stacks in read
+        ],
+    }

@@ -1,0 +1,391 @@
+"""Queries: the rows of each table, and that a query can neither change anything nor run without end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend import _native, errors, telemetry
+from monarch_backend._core import platform
+from monarch_backend._telemetry import program_recording, sql
+from monarch_backend._telemetry.program_recording import Recording, Unread
+from monarch_backend._telemetry.recording_area import AREA_NAME
+from monarch_backend._telemetry.sql_tables import COLUMNS
+from monarch_backend.telemetry import QueryError, QueryResult
+from tests.telemetry.traced_program import traced_program
+
+pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    with traced_program(tmp_path_factory.mktemp("program")) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def recording(running: subprocess.Popen[str]) -> Recording:
+    return program_recording.read(str(running.pid))
+
+
+def _rows(query: str, recording: Recording) -> list[tuple[Any, ...]]:
+    return sql.answer(query, recording).rows
+
+
+def _command(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "monarch_backend.cli", "sql", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("table", COLUMNS)
+def test_each_table_has_its_columns(table: str, recording: Recording) -> None:
+    result = sql.answer(f"select * from {table}", recording)
+    assert tuple(result.columns) == COLUMNS[table]
+    assert result.rows or table in ("collectives", "transfers", "connections", "batches", "recompilations")
+    if "id" in result.columns:
+        ids = [row["id"] for row in result]
+        assert len(set(ids)) == len(ids)
+
+
+@pytest.fixture(scope="module")
+def saved(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "of a run?.sqlite"
+    sql.save(recording, str(path))
+    return path
+
+
+@pytest.mark.parametrize("table", COLUMNS)
+def test_saved_file_has_the_same_rows(table: str, recording: Recording, saved: Path) -> None:
+    before, after = (
+        sql.answer(f"select * from {table}", recording),
+        sql.answer_from(f"select * from {table}", str(saved)),
+    )
+    assert (after.columns, after.rows, after.processes) == (before.columns, before.rows, before.processes)
+
+
+def test_saved_file_is_private_and_read_only(recording: Recording, saved: Path) -> None:
+    content = saved.read_bytes()
+    assert saved.stat().st_mode & 0o777 == 0o600
+    for query in ("delete from processes", "attach 'x' as y", "pragma user_version = 3", "create table t (a)"):
+        with pytest.raises(QueryError, match="a query only reads"):
+            sql.answer_from(query, str(saved))
+    with pytest.raises(QueryError, match="no such table: absent"):
+        sql.answer_from("select * from absent", str(saved))
+    with pytest.raises(FileExistsError):
+        sql.save(recording, str(saved))
+    assert saved.read_bytes() == content and [each.name for each in saved.parent.iterdir()] == [saved.name]
+
+
+def test_commands_save_and_ask_a_file(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    command = [sys.executable, "-m", "monarch_backend.cli", "export", "sqlite", str(running.pid)]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 1  # without -o
+    done = subprocess.run([*command, "-o", str(path)], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f'{path}: 4 processes. Ask it: monarch-backend sql "..." --from {path}\n'
+    asked = _command("select count(*) as n from spans where name = 'step'", "--from", str(path))
+    assert asked.stdout.split() == ["n", "11"] and "4 processes read" in asked.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "text"),
+    [
+        (None, [], "No such file or directory"),
+        (b"no database" * 100, [], "is no file of monarch-backend export sqlite: file is not a database"),
+        (b"", [], "is no file of monarch-backend export sqlite: no such table"),
+        (b"", ["train.py"], "leave out 'train.py'"),
+    ],
+)
+def test_wrong_file_is_an_error(content: bytes | None, words: list[str], text: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_bytes(content)
+    done = _command("select 1", *words, "--from", str(path))
+    assert done.returncode == 1 and text in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_processes_are_those_of_the_program(recording: Recording, running: subprocess.Popen[str]) -> None:
+    assert _rows("select label, state, exit_code, parent_pid from processes", recording) == [
+        ("program traced_program.py", "running", None, None),
+        ("gpus 0 of trainers", "running", None, running.pid),
+        ("gpus 1 of trainers", "running", None, running.pid),
+        ("victims 0 of victims", "ended", -signal.SIGKILL, running.pid),
+    ]
+
+
+def test_actors_have_mesh_rank_and_status(recording: Recording) -> None:
+    query = """
+        select actors.full_name, meshes.full_name, meshes.class, shape_json, status, messages
+        from actors join meshes on meshes.id = mesh_id order by 1
+    """
+    sizes = '{"gpus": 2}'
+    assert _rows(query, recording) == [
+        ("napper[0]", "trainers/napper", "Napper", sizes, "idle", 3),
+        ("napper[1]", "trainers/napper", "Napper", sizes, "idle", 3),
+        ("victim[0]", "victims/victim", "Worker", '{"victims": 1}', "stopped", 1),
+        ("worker[0]", "trainers/worker", "Worker", sizes, "idle", 6),
+        ("worker[1]", "trainers/worker", "Worker", sizes, "processing", 8),
+    ]
+    parents = "select a.given_name, b.class from meshes a join meshes b on a.parent_mesh_id = b.id order by 1"
+    assert _rows(parents, recording) == [(name, "ProcMesh") for name in ("napper", "victim", "worker")]
+    statuses = "select new_status from actor_status_events where actor_id = (select id from actors where full_name = ?)"
+    assert _rows(statuses.replace("?", "'worker[1]'"), recording) == [("initializing",), ("idle",), ("processing",)]
+
+
+def test_messages_join_with_what_was_sent(recording: Recording) -> None:
+    query = """
+        select sender.full_name, receiver.full_name, endpoint, messages.status, from_pid = sender.pid
+        from messages join actors receiver on receiver.id = to_actor_id join actors sender on sender.id = from_actor_id
+    """
+    assert _rows(query, recording) == [("worker[0]", "worker[1]", "step", "complete", 1)]
+    by_status = "select endpoint, status, count(*) from messages where actor = 'worker' group by 1, 2 order by 1, 2"
+    assert _rows(by_status, recording) == [
+        ("hang", "active", 1), ("raises", "error", 1), ("relay", "complete", 1), ("step", "complete", 11),
+    ]  # fmt: skip
+    [(least, most)] = _rows("select min(queued_us), max(duration_us) from messages where endpoint = 'step'", recording)
+    assert least >= 0 and 0 < most < 60e6
+    assert _rows("select handled, count(*) from sent_messages where endpoint = 'step' group by 1", recording) == [
+        (1, 1), (2, 5),
+    ]  # fmt: skip
+
+
+def test_status_events_of_a_message_are_in_order(recording: Recording) -> None:
+    query = """
+        select group_concat(status, ' ') from (
+            select message_status_events.* from message_status_events join messages on messages.id = message_id
+            where endpoint = 'step' order by message_status_events.id
+        ) group by message_id
+    """
+    assert _rows(query, recording) == [("sent active complete",)] * 11
+    hang = "select e.status from message_status_events e join messages m on m.id = message_id where endpoint = 'hang'"
+    assert _rows(hang, recording) == [("active",)]  # a broadcast has no number, so its sending is unknown
+
+
+def test_spans_have_parents_attributes_and_actors(recording: Recording) -> None:
+    query = """
+        select child.name, parent.name, full_name, json_extract(parent.attributes, '$.number'), child.status
+        from spans child join spans parent on parent.id = child.parent_id join actors on actors.id = child.actor_id
+        where child.name = 'forward' and child.pid = (select pid from processes where label = 'gpus 1 of trainers')
+    """
+    found = _rows(query, recording)
+    assert found == [("forward", "step", "worker[1]", number, "ok") for number in (0, 1, 2, 3, 4, 100)]
+    assert _rows("select name, status from spans where status != 'ok' order by 1", recording) == [
+        ("hang", "open"), ("last", "lost"), ("waits", "open"),
+    ]  # fmt: skip
+    assert _rows("select event_type, count(*) from span_events group by 1", recording) == [
+        ("enter", 11 * 2 + 1 + 6 * 2 + 3), ("exit", 11 * 2 + 1 + 6 * 2),
+    ]  # fmt: skip
+
+
+def test_metrics_have_values_and_sums(recording: Recording) -> None:
+    query = "select instrument, max(total), sum(value), attributes from metrics where name = 'samples' group by pid"
+    assert sorted(_rows(query, recording)) == [("counter", n, n, '{"split":"train"}') for n in (40, 48)]
+    query = "select instrument, count(value), count(total) from metrics where name = 'loss'"
+    assert _rows(query, recording) == [("gauge", 9, 0)]  # SQL has NULL for values that are not numbers
+
+
+def test_logs_are_the_kept_output(recording: Recording) -> None:
+    assert ("stdout", "hangs") in _rows("select stream, text from logs", recording)
+
+
+def test_stacks_are_read_now(recording: Recording) -> None:
+    rows = _rows("select process, function, file from stacks where function = 'hang' and problem is null", recording)
+    assert [(process, function) for process, function, _ in rows] == [("gpus 1 of trainers", "hang")]
+    assert rows[0][2].endswith("traced_program.py")
+
+
+def test_answer_names_what_was_read_and_what_not(recording: Recording) -> None:
+    result = sql.answer("select 1", recording)
+    assert [each.label for each in result.processes][1:] == [
+        "gpus 0 of trainers",
+        "gpus 1 of trainers",
+        "victims 0 of victims",
+    ]
+    assert result.unread == [] and not result.is_truncated and list(result) == [{"1": 1}]
+    partial = Recording(recording.programs, [], [Unread(7, "", "gone")], recording.now_ns, 0)
+    assert sql.answer("select count(*) from events", partial).unread == ["pid 7: gone"]
+
+
+WRITES = [
+    "insert into actors (id) values (1)",
+    "delete from actors",
+    "update actors set id = 1",
+    "drop table actors",
+    "create table t (x)",
+    "create temp table t (x)",
+    "attach ':memory:' as x",
+    "pragma query_only",
+    "select * from pragma_database_list",
+    "vacuum",
+    "begin",
+    "analyze",
+    "select load_extension('x')",
+    "explain select 1; drop table actors",
+    "with x as (select 1) delete from actors",
+]
+
+
+@pytest.mark.parametrize("query", WRITES)
+def test_query_that_does_more_than_read_is_refused(query: str, recording: Recording) -> None:
+    with pytest.raises(QueryError, match=r"a query only reads|one statement at a time"):
+        sql.answer(query, recording)
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        ("select wrong from actors", "no such column: wrong; actors has the columns id, timestamp_us, mesh_id, rank"),
+        ("select * from wrong", "no such table: wrong; the tables are actors, actor_status_events, meshes"),
+        ("selec 1", 'near "selec": syntax error; the tables are'),
+        ("", "the query is empty"),
+        ("select 1; select 2", "one statement at a time"),
+        ("select '\0'", "; the tables are"),
+        ("select zeroblob(100000000)", "too big"),
+    ],
+)
+def test_wrong_query_is_one_line_with_the_columns(query: str, text: str, recording: Recording) -> None:
+    with pytest.raises(QueryError) as caught:
+        sql.answer(query, recording)
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+    assert isinstance(caught.value, errors.MonarchError)
+
+
+ENDLESS = "with recursive n(x) as (select 1 union all select x + 1 from n) select {} from n"
+
+
+def test_long_query_is_ended(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "TIME_LIMIT_S", 0.05)
+    with pytest.raises(QueryError, match=r"longer than 0\.05 s"):
+        sql.answer(ENDLESS.format("count(*)"), recording)
+
+
+def test_answer_has_a_bounded_number_of_rows(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "MAX_ROWS", 10)
+    result = sql.answer(ENDLESS.format("x"), recording)
+    assert [row["x"] for row in result] == list(range(1, 11)) and result.is_truncated
+
+
+def test_command_prints_a_table_or_json(running: subprocess.Popen[str]) -> None:
+    query = "select label, 9e999 as huge, x'0102' as blob from processes limit 1"
+    done = _command(query, str(running.pid))
+    assert done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["label", "huge", "blob"], ["program", "traced_program.py", "inf", "b'\\x01\\x02'"],
+    ]  # fmt: skip
+    assert done.stderr == "(1 rows; 4 processes read)\n"
+    found = json.loads(_command(query, str(running.pid), "--json").stdout)
+    assert found["columns"] == ["label", "huge", "blob"] and found["rows"] == [
+        ["program traced_program.py", "inf", "0102"]
+    ]
+    assert [each["label"] for each in found["processes"]][1:] == [
+        "gpus 0 of trainers",
+        "gpus 1 of trainers",
+        "victims 0 of victims",
+    ]
+    assert found["not_read"] == [] and found["truncated"] is False
+    wrong = _command("select wrong from spans", str(running.pid))
+    assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
+
+
+def test_program_asks_about_itself_and_about_others(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from monarch_backend.telemetry import query, span\n"
+        "others = query('select pid from processes')\n"
+        "from monarch_backend.actor import this_proc\n"
+        "this_proc()\n"
+        "with span('mine'):\n"
+        '    [row] = query("select name, status from spans")\n'
+        "print(row, len(query('select 1 from spans', sys.argv[1])) > 10)\n"
+        "print(int(sys.argv[1]) in [row['pid'] for row in others])\n"
+        "try: query('select 1', 'nothing-of-this-name')\n"
+        "except LookupError: print('unknown')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(running.pid)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "{'name': 'mine', 'status': 'open'} True\nTrue\nunknown\n", done.stderr
+
+
+def test_result_iterates_over_rows_as_dictionaries() -> None:
+    result = QueryResult(["a", "b"], [(1, 2), (3, math.inf)], [], [], is_truncated=False)
+    assert list(result) == [{"a": 1, "b": 2}, {"a": 3, "b": math.inf}] and len(result) == 2
+    assert telemetry.QueryResult is QueryResult
+
+
+def test_page_has_each_table_with_its_columns_and_an_example() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operate" / "telemetry.md").read_text()
+    rows = {}
+    for names, text in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", page, re.MULTILINE):
+        rows.update(dict.fromkeys(re.findall(r"`(\w+)`", names), text))
+    for table, columns in COLUMNS.items():
+        missing = set(columns) - set(re.findall(r"\w+", rows[table])) - {"id", "timestamp_us", "pid", "process"}
+        assert not missing, (table, missing)
+        assert re.search(rf"^select .*\bfrom {table}\b", page, re.MULTILINE), table
+
+
+def test_recording_of_another_release_is_named_as_unread(running: subprocess.Popen[str]) -> None:
+    about = {"version": 0, "slots": 1, "owner": 1, "program": "old"}
+    header = json.dumps(about).encode().ljust(_native.recording_layout["header_bytes"])
+    code = (
+        f"import os; descriptor = os.memfd_create({AREA_NAME!r}); os.pwrite(descriptor, {header!r}, 0)\n"
+        "print('up', flush=True); input()"
+    )
+    with _python(code) as other:
+        assert other.stdout is not None and other.stdout.readline() == "up\n"
+        unread = [each for each in program_recording.read(None).unread if each.pid == other.pid]
+        assert len(unread) == 1 and "of another release" in unread[0].reason
+        assert program_recording.read(str(running.pid)).unread == []
+
+
+@contextlib.contextmanager
+def _python(code: str) -> Iterator[subprocess.Popen[str]]:
+    """Run code in a process that is killed at the end of the block."""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_process_that_records_nothing_is_named_as_unread(running: subprocess.Popen[str]) -> None:
+    with _python("input()") as other:
+        recording = program_recording.read_pids([running.pid, other.pid])
+        assert [each.pid for each in recording.unread] == [other.pid]
+    assert len(recording.processes) == 4
+
+
+def test_large_answer_is_cut(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "MAX_ANSWER_BYTES", 10_000)
+    numbers = "with recursive c(x) as (select 1 union all select x + 1 from c where x < 1000)"
+    result = sql.answer(f"{numbers} select printf('%.1000c', 'x') from c", recording)
+    assert len(result.rows) == 10 and result.is_truncated
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="sqlite3 has no limits there")
+def test_values_are_small_enough_for_the_time_limit(recording: Recording) -> None:
+    begun = time.monotonic()
+    with pytest.raises(sql.QueryError):
+        sql.answer("select instr(zeroblob(16000000), zeroblob(8000000) || x'01')", recording)
+    longest = sql.MAX_VALUE_BYTES
+    assert sql.answer(f"select instr(zeroblob({longest}), zeroblob({longest // 2}) || x'01')", recording).rows == [(0,)]
+    assert time.monotonic() < begun + sql.TIME_LIMIT_S
+
+
+def test_file_with_a_view_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "evil.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as made:
+        endless = "with recursive c(x) as (select 1 union all select x + 1 from c) select x, x, x, x from c"
+        made.execute(f"create view processes as {endless}")
+    with pytest.raises(OSError, match="is no file of monarch-backend export sqlite: it has 'processes'"):
+        sql.answer_from("select 1", str(path))

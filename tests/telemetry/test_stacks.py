@@ -1,0 +1,325 @@
+"""Stacks of processes that hang: what a reader sees, and that the processes go on afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from monarch_backend import cli
+from monarch_backend._core import platform
+from monarch_backend._telemetry import py_spy, stacks
+from monarch_backend._telemetry.stack_signal import stack_signal
+from tests.support.waiting import wait_until
+from tests.telemetry.programs import busy_program
+
+pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="the stack signal needs memfd_create")
+
+START = """
+import os, signal, sys, threading, time
+from monarch_backend._telemetry import stack_signal
+assert stack_signal.install()
+"""
+MAIN = """
+def main():
+    print("begins", flush=True)
+    {}
+
+
+main()
+print("ends", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def _process(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run code in a process that has printed a line. It is killed with the block."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "begins\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def _wait_for(pid: int, *places: str) -> None:
+    """Wait until the threads of a process are exactly in these functions and lines."""
+    wait_until(lambda: _places(pid) == set(places))
+
+
+def _places(pid: int) -> set[str]:
+    found = stacks.read(pid, timeout=20.0, with_py_spy=False)
+    assert found.problem == ""
+    return {f"{thread.innermost.function}:{thread.innermost.line}" for thread in found.threads if thread.innermost}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    with busy_program(str(tmp_path_factory.mktemp("program"))) as process:
+        yield process
+
+
+def test_stack_prints_the_line_of_each_process(
+    running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["stack", str(running.pid)]) == 0
+    text = capsys.readouterr().out
+    main, idle, busy = text.split("\n\n")[1:]
+    assert main.startswith(f"program busy_program.py (pid {running.pid}):") and "sys.stdin.readline()" in main
+    assert idle.startswith("gpus 0 of trainers (pid ") and "waits for messages" in idle
+    assert busy.startswith("gpus 1 of trainers (pid ") and "in sleep\n        time.sleep(60)" in busy
+    assert "event_loop.py" not in text
+
+
+def test_stack_of_one_rank_as_json(running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stack", str(running.pid), "--rank", "gpus 1", "--json"]) == 0
+    [program] = json.loads(capsys.readouterr().out)
+    [process] = program["processes"]
+    assert process["label"] == "gpus 1 of trainers" and process["problem"] == ""
+    [thread] = [each for each in process["threads"] if not each["runtime"]]
+    assert thread["frames"][-1]["source"] == "time.sleep(60)"
+
+
+def test_stack_of_all_threads_shows_the_runtime(
+    running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["stack", str(running.pid), "--rank", "gpus 0", "--all-threads"]) == 0
+    assert "event_loop.py" in capsys.readouterr().out
+
+
+def test_unknown_rank_is_an_error_with_the_known_ones(
+    running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["stack", str(running.pid), "--rank", "gpus 7"]) == 1
+    assert (
+        "no process is 'gpus 7'; there are: program busy_program.py, gpus 0 of trainers, gpus 1 of"
+        in capsys.readouterr().err
+    )
+
+
+def test_equal_stacks_are_one_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "equal.py"
+    script.write_text(
+        "import sys, time\n"
+        "from monarch_backend.actor import Actor, endpoint, this_host\n"
+        "class Worker(Actor):\n"
+        "    @endpoint\n"
+        "    def sleep(self):\n"
+        "        time.sleep(1e6)\n"
+        "if __name__ == '__main__':\n"
+        "    procs = this_host().spawn_procs({'gpus': 3}, name='workers')\n"
+        "    procs.slice(gpus=slice(0, 2)).spawn('w', Worker).sleep.broadcast()\n"
+        "    print('begins', flush=True)\n"
+        "    sys.stdin.readline()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "begins\n"
+
+            def blocks() -> tuple[str, ...]:
+                cli.main(["stack", str(process.pid)])
+                return tuple(re.findall(r"^(gpus .*) \(pids? .*\):$", capsys.readouterr().out, re.MULTILINE))
+
+            wait_until(lambda: blocks() == ("gpus 0-1 of workers", "gpus 2 of workers"))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "time.sleep(0.4)",
+        "threading.Lock().acquire() and sys.stdin.readline()",
+        "assert os.read(0, 5) == b'line' + b'\\n'",
+        "lock = threading.Lock(); lock.acquire(); assert not lock.acquire(timeout=0.4)",
+        "import select; assert select.select([0], [], [])[0]",
+        "import numpy; a = numpy.ones((100, 100)); [a @ a for _ in range(1000)]",
+        "sum(range(30_000_000))",
+    ],
+)
+def test_dump_does_not_disturb_what_the_process_does(wait: str) -> None:
+    with _process(START + MAIN.format(wait)) as process:
+        _wait_for(process.pid, "main:8")
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # one that reads nothing may have ended
+            os.write(process.stdin.fileno(), b"line\n")
+        for _ in range(5):
+            with contextlib.suppress(stacks.NoAnswerError):  # it may have ended
+                stacks.dump(process.pid)
+        assert process.stdout.readline() == "ends\n"
+        assert process.wait() == 0
+
+
+def test_code_that_keeps_the_gil_is_seen() -> None:
+    other = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    hang = "threading.Thread(target=pow, args=(7, 10**8), daemon=True).start(); 3 ** 10**8"
+    with _process(START + other + MAIN.format(hang)) as process:
+        wait_until(lambda: "main:9" in _places(process.pid))
+
+
+def test_code_of_another_thread_that_keeps_the_gil_is_seen() -> None:
+    code = (
+        "def hang():\n"
+        "    print('begins', flush=True)\n"
+        "    3 ** 10**8\n"
+        "threading.Thread(target=hang, daemon=True).start()\n"
+        "threading.Lock().acquire()\n"
+        "time.sleep(1000)\n"
+    )
+    with _process(START + code) as process:
+        wait_until(lambda: "hang:7" in _places(process.pid))
+
+
+@pytest.mark.slow
+def test_dumps_beside_running_python_code_end_no_process() -> None:
+    """A dump without the GIL ends one such process in about 140 dumps."""
+    code = (
+        "import json\n"
+        "def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)\n"
+        "def hot():\n"
+        "    while True:\n"
+        "        fib(12); json.dumps({'a': [1, {'b': 3}]}, indent=1)\n"
+        "def spawn():\n"
+        "    while True:\n"
+        "        t = threading.Thread(target=fib, args=(9,)); t.start(); t.join()\n"
+        "for f in (hot, hot, spawn): threading.Thread(target=f, daemon=True).start()\n"
+    )
+    with _process(START + code + MAIN.format("time.sleep(1000)")) as process:
+        for _ in range(1000):
+            assert "in main" in stacks.dump(process.pid, timeout=20.0)
+        assert process.poll() is None
+
+
+def test_readers_at_once_get_whole_dumps() -> None:
+    with _process(START + MAIN.format("time.sleep(1000)")) as process, ThreadPoolExecutor(4) as pool:
+        _wait_for(process.pid, "main:8")
+        texts = list(pool.map(lambda _: stacks.dump(process.pid, timeout=20.0), range(40)))
+    assert [[str(each.innermost) for each in stacks.parse(text) if each.frames] for text in texts] == [
+        ["<string>:8 in main"]
+    ] * 40
+
+
+def test_dumps_leave_an_empty_file() -> None:
+    with _process(START + MAIN.format("time.sleep(1000)")) as process:
+        stacks.dump(process.pid, timeout=20.0)
+        [size] = [
+            os.stat(f"/proc/{process.pid}/fd/{name}").st_size
+            for name in os.listdir(f"/proc/{process.pid}/fd")
+            if "monarch-stacks" in os.readlink(f"/proc/{process.pid}/fd/{name}")
+        ]
+        assert size == 0
+
+
+def test_stopped_process_is_named_with_its_state() -> None:
+    with _process(START + MAIN.format("time.sleep(1000)")) as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: "stopped" in stacks.state_of(process.pid))
+        found = stacks.read(process.pid, with_py_spy=False)
+        assert found.threads == [] and found.problem == "it does not answer: it is stopped"
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: "stopped" not in stacks.state_of(process.pid))
+        _wait_for(process.pid, "main:8")
+
+
+def test_blocked_signal_is_said() -> None:
+    block = "signal.pthread_sigmask(signal.SIG_BLOCK, {stack_signal.stack_signal()})\n"
+    with _process(START + block + MAIN.format("time.sleep(1000)")) as process:
+        # The thread that takes the GIL blocks all signals.
+        with pytest.raises(stacks.NoAnswerError, match="its threads block the signal, and it "):
+            stacks.dump(process.pid)
+
+
+def test_handler_of_the_program_stays() -> None:
+    code = (
+        "import signal; from monarch_backend._telemetry import stack_signal\n"
+        "signal.signal(stack_signal.stack_signal(), lambda *_: None)\n"
+        "before = signal.getsignal(stack_signal.stack_signal())\n"
+        "assert not stack_signal.install()\n"
+        "assert signal.getsignal(stack_signal.stack_signal()) is before\n"
+        "print('begins', flush=True); input()"
+    )
+    with (
+        _process(code) as process,
+        pytest.raises(stacks.NoAnswerError, match="its own handler of the stack signal"),
+    ):
+        stacks.dump(process.pid)
+
+
+def test_process_that_executes_another_program_gets_no_signal() -> None:
+    code = START + "print('begins', flush=True); os.execv('/bin/sleep', ['sleep', '1000'])"
+    with _process(code) as process:
+        wait_until(lambda: b"sleep\0" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        with pytest.raises(stacks.NoAnswerError, match="it writes no stacks"):
+            stacks.dump(process.pid)
+        assert process.poll() is None
+
+
+def test_fork_gets_a_file_of_its_own() -> None:
+    code = (
+        "if os.fork() == 0:\n"
+        "    def child():\n"
+        "        assert stack_signal.install()\n"
+        "        print('begins', flush=True)\n"
+        "        os.read(0, 1)\n"
+        "    child()\n"
+        "    os._exit(0)\n"
+        "def parent(): os.wait()\n"
+        "parent()\n"
+    )
+    with _process(START + code) as process:
+        [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        _wait_for(int(child), "child:9")
+        _wait_for(process.pid, "parent:12")
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait() == 0
+
+
+def test_ended_process_is_said() -> None:
+    with _process(START + MAIN.format("pass")) as process:
+        process.wait()
+        with pytest.raises(stacks.NoAnswerError):
+            stacks.dump(process.pid)
+
+
+def test_signal_is_not_one_of_libc() -> None:
+    assert 34 < stack_signal() < 64
+
+
+def test_escapes_of_a_dump_are_undone() -> None:
+    [thread] = stacks.parse(
+        "Thread 0x01 [worker] (most recent call first):\n"
+        '  File "\\xe4/\\u20ac.py", line 3 in f\n  File "b", line ??? in g\n'
+    )
+    assert (thread.name, [str(each) for each in thread.frames]) == ("worker", ["b:0 in g", "\xe4/\u20ac.py:3 in f"])
+
+
+@pytest.mark.skipif(py_spy.find() is not None, reason="py-spy is installed")
+def test_native_stacks_without_py_spy_are_an_error(
+    running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["stack", str(running.pid), "--native"]) == 1
+    assert "pip install py-spy" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(py_spy.find() is None, reason="py-spy is not installed")
+def test_py_spy_reads_a_stopped_process() -> None:
+    with _process(START + MAIN.format("time.sleep(1000)")) as process:
+        process.send_signal(signal.SIGSTOP)
+        found = stacks.read(process.pid)
+        if "ermission" in found.problem:
+            pytest.skip("py-spy needs SYS_PTRACE")
+        assert [str(each.innermost) for each in found.threads] == ["<string>:8 in main"]
