@@ -23,9 +23,10 @@ CLIENTS = {
     "deepspeed": ["deepspeed"],
     "ignite": ["pytorch-ignite"],
     "lightning": ["lightning"],
+    "models": ["transformers", "peft"],
     "ray": ["ray[train]"],
     "torchmetrics": ["torchmetrics"],
-    "torchtitan": [],  # does not run on the CPU: see its test
+    "torchtitan": ["torchtitan", "triton"],  # its models import triton
     "transformers": ["transformers", "accelerate"],
 }
 """What pip installs for each client."""
