@@ -80,20 +80,25 @@ def dtensor() -> tuple[dict[str, Step], Step]:
     return cases, lambda: a.sum().item()
 
 
-def main(kind: str) -> None:
-    """Answer requests until standard input ends."""
-    torch.set_num_threads(1)
-    cases, drain = {"group": group, "actors": actors, "dtensor": dtensor}[kind]()
+def answer(cases: dict[str, Step], drain: Step, prepare: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
+    """Answer requests until standard input ends. ``prepare`` gets each request before its case is timed."""
     print(json.dumps(list(cases)), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         step = cases[order["case"]]
+        prepare(order)
         drain()
         begin = time.perf_counter()
         for _ in range(order["count"]):
             step()
         drain()
         print((time.perf_counter() - begin) / order["count"], flush=True)
+
+
+def main(kind: str) -> None:
+    """Answer requests of one kind of cases."""
+    torch.set_num_threads(1)
+    answer(*{"group": group, "actors": actors, "dtensor": dtensor}[kind]())
 
 
 if __name__ == "__main__":

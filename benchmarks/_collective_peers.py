@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+COLLECTIVES = ("all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+OF_MPI = tuple(what for what in COLLECTIVES if what != "all_reduce_bf16")  # which has no sum of bfloat16
 PREFIX = Path(sys.prefix)
 
 # Environment of all ranks of all peers. Libraries that allocate scratch memory in a call (MPI's in-place reductions,
@@ -146,6 +147,7 @@ PEERS = (
         _openmpi_environment,
         _openmpi_launcher,
         files=(PREFIX / "bin/prterun", PREFIX / "lib/libmpi.so.40"),
+        collectives=OF_MPI,
     ),
     Peer(
         "Intel MPI",
@@ -155,6 +157,7 @@ PEERS = (
         _intel_environment,
         lambda ranks: [str(PREFIX / "bin/mpiexec.hydra"), "-n", str(ranks)],
         files=(PREFIX / "bin/mpiexec.hydra", PREFIX / "lib/libmpi.so.12"),
+        collectives=OF_MPI,
     ),
     Peer(
         "DeepSpeed",
@@ -162,9 +165,10 @@ PEERS = (
         "see the top of benchmarks/collectives.py",
         lambda _: "its shared-memory operator called directly, OMP_NUM_THREADS=1; it spins without yielding",
         _deepspeed_environment,
-        collectives=("all_reduce",),
+        collectives=("all_reduce", "all_reduce_bf16"),
     ),
 )
+FAKE = Peer("no communication", ("torch",), "pip install torch", lambda _: "torch's fake backend", lambda *_: {})
 FLOORS = Peer("floors", ("torch",), "pip install torch", lambda _: "", lambda *_: {}, collectives=())
 SIZED_FLOORS = ("copy", "add")
 OTHER_FLOORS = ("dispatch (C++)", "dispatch (Python)", "spin")

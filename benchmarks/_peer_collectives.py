@@ -1,6 +1,7 @@
 """Collectives of each library that _rank_main.py times, and the values that they must return.
 
 Buffers of all libraries are NumPy arrays with torch's alignment. Calls of torch get tensors that share their memory.
+NumPy has no bfloat16, so its buffers are uint16 there.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 Call = Callable[[], object]
 
 
-def empty(count: int) -> Array:
+def empty(count: int, dtype: npt.DTypeLike = np.float32) -> Array:
     """Return an uninitialized array, aligned to 64 bytes."""
-    raw = np.empty(count * 4 + 64, np.uint8)
+    size = count * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
     skip = -raw.ctypes.data % 64
-    return raw[skip : skip + count * 4].view(np.float32)
+    return raw[skip : skip + size].view(dtype)
 
 
 def pattern(rank: int, count: int) -> Array:
@@ -27,11 +29,26 @@ def pattern(rank: int, count: int) -> Array:
     return np.resize(((np.arange(1021) * 7 + rank * 13) % 1021).astype(np.float32), count)
 
 
+def _bf16_pattern(rank: int, count: int) -> npt.NDArray[np.float32]:
+    """Return a rank's values: integers below 64, whose sums bfloat16 represents exactly with few ranks."""
+    return np.resize(((np.arange(61) * 7 + rank * 13) % 61).astype(np.float32), count)
+
+
+def _bf16_bits(values: npt.NDArray[np.float32]) -> Array:
+    bits = empty(values.size, np.uint16)
+    bits[:] = values.view(np.uint32) >> 16  # exact for these values
+    return bits
+
+
 def make_buffers(what: str, size: int, rank: int, ranks: int) -> tuple[Array, Array, Array]:
     """Return (input, output, expected output). The larger buffer has ``size`` bytes, or one element per rank if larger.
 
     Input and output are the same array if the collective works in place.
     """
+    if what == "all_reduce_bf16":
+        values = [_bf16_pattern(r, size // 2) for r in range(ranks)]
+        source = _bf16_bits(values[rank])
+        return source, source, _bf16_bits(np.sum(values, axis=0, dtype=np.float32))
     part = max(size // 4 // ranks, 1)
     count = part * ranks
     mine = slice(rank * part, (rank + 1) * part)
@@ -94,17 +111,21 @@ class C10d:
 
         if backend == "monarch":
             import monarch_backend  # noqa: F401 (registers it, also where it is not installed)
-        self.rank, self._dist, self._tensor = rank, dist, torch.from_numpy
+        if backend == "fake":
+            import torch.testing._internal.distributed.fake_pg  # registers it
+        self.rank, self._dist, self._tensor, self._bfloat16 = rank, dist, torch.from_numpy, torch.bfloat16
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
         self.barrier = dist.barrier
 
     def call(self, what: str, source: Array, target: Array) -> Call:
         dist, given, taken = self._dist, self._tensor(source), self._tensor(target)
+        if what == "all_reduce_bf16":
+            return self._all_reduce(given.view(self._bfloat16))
         # These names exist from torch 2.13 on, where the older ones warn.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         calls: dict[str, Call] = {
-            "all_reduce": lambda: dist.all_reduce(given),
+            "all_reduce": self._all_reduce(given),
             "all_gather": lambda: gather(taken, given),
             "reduce_scatter": lambda: scatter(taken, given),
             "all_to_all": lambda: dist.all_to_all_single(taken, given),
@@ -112,6 +133,9 @@ class C10d:
             "send_recv": _ping_pong(self.rank, lambda to: dist.send(given, to), lambda by: dist.recv(given, by)),
         }
         return calls[what]
+
+    def _all_reduce(self, tensor: Any) -> Call:
+        return lambda: self._dist.all_reduce(tensor)
 
     def close(self) -> None:
         self._dist.destroy_process_group()
@@ -124,12 +148,11 @@ class DeepSpeed(C10d):
         super().__init__("gloo", rank, ranks, store)
         operator.initialize(ranks, rank)
 
-    def call(self, what: str, source: Array, target: Array) -> Call:  # noqa: ARG002 (in place)
+    def _all_reduce(self, tensor: Any) -> Call:
         import torch
 
-        assert what == "all_reduce", what
-        given, reduce = self._tensor(target), torch.ops.deepspeed.inference_all_reduce_
-        return lambda: reduce(given)
+        reduce = torch.ops.deepspeed.inference_all_reduce_
+        return lambda: reduce(tensor)
 
 
 class Mpi:

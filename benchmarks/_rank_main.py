@@ -1,8 +1,8 @@
-"""Rank of a peer in collectives.py: handles the driver's requests from a socket, and blocks in recv between them.
+"""Rank of a peer: handles the driver's requests from a socket, and blocks in recv between them.
 
-_rank_set.py starts it as `_rank_main.py PEER RANKS FOLDER`. For MPI, the launcher starts one process per rank.
-Otherwise one process imports torch and forks all ranks. Requests and answers are lines of JSON. A rank ends when its
-socket is closed.
+It serves collectives.py and training_steps.py. _rank_set.py starts it as `_rank_main.py PEER RANKS FOLDER`. For
+MPI, the launcher starts one process per rank. Otherwise one process imports torch and forks all ranks. Requests and
+answers are lines of JSON. A rank ends when its socket is closed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Serve:
         library.barrier()
         self._call()
         right = np.array_equal(target, expected)
-        if what == "all_reduce":
+        if what.startswith("all_reduce"):
             target.fill(0)  # zeros stay zeros: other values would grow to infinity with each in-place sum
         return right
 
@@ -61,9 +61,9 @@ class Serve:
         return times
 
     def step(self, kind: str, calls: int, warm: int) -> list[int]:
-        """Return the nanoseconds of each training step of this kind, "ddp" or "local"."""
+        """Return the nanoseconds of each training step of this kind."""
         if kind not in self._steps:
-            from _ddp import training_step
+            from _training_steps import training_step
 
             self._steps[kind] = training_step(kind)
         self._call = self._steps[kind]
@@ -140,7 +140,7 @@ def _one(peer: str, operator: Any, rank: int, ranks: int, folder: Path) -> None:
     elif peer == "DeepSpeed":
         _run(DeepSpeed(operator, rank, ranks, store), ranks, link)
     else:
-        _run(C10d(peer, rank, ranks, store), ranks, link)
+        _run(C10d("fake" if peer == "no communication" else peer, rank, ranks, store), ranks, link)
 
 
 def main() -> int:

@@ -19,10 +19,7 @@ rounds; a ratio is the median of the rounds' ratios.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,16 +27,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.testing._internal.distributed.fake_pg  # registers "fake"
 from _machine_report import Others, machine
+from _rank_pair import GROUPS, Kinds, Times, measure
 
-GROUPS = ("monarch", "gloo", "fake")
 KINDS = ("synchronous", "asynchronous", "ten under way", "functional", "overlapped")
-Times = dict[str, dict[tuple[int, str], list[float]]]
 
 
-def _kinds(x: torch.Tensor, group: Any) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return kind -> (function, calls that it makes)."""
+def _kinds(_rank: int, size: int) -> Callable[[Any], Kinds]:
+    x = torch.zeros(max(size // 4, 1))
+    return lambda group: _kinds_of(x, group)
+
+
+def _kinds_of(x: torch.Tensor, group: Any) -> Kinds:
     side = 256
     a, b, c = torch.ones(side, side), torch.ones(side, side), torch.empty(side, side)
 
@@ -59,62 +58,6 @@ def _kinds(x: torch.Tensor, group: Any) -> dict[str, tuple[Callable[[], object],
         "functional": (lambda: functional.wait_tensor(functional.all_reduce(x, "sum", group)), 1),
         "overlapped": (overlapped, 1),
         "product": (lambda: torch.mm(a, b, out=c), 1),
-    }
-
-
-def _burst(call: Callable[[], object], calls: int) -> float:
-    """Return the median of the microseconds of a call, in a burst of ``calls``."""
-    dist.barrier()
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
-
-
-def _rank(rank: int, address: str, sizes: list[int], rounds: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("monarch", init_method=address, rank=rank, world_size=2)
-    groups = {name: dist.new_group([0, 1], backend=name) for name in GROUPS}
-    times: Times = {name: {} for name in GROUPS}
-    for size in sizes:
-        x = torch.zeros(max(size // 4, 1))
-        calls = max(4, min(100, (8 << 20) // size))
-        kinds = {name: _kinds(x, group) for name, group in groups.items()}
-        for turn in range(rounds + 1):
-            for kind in (*KINDS, "product"):
-                for name in GROUPS[turn % 3 :] + GROUPS[: turn % 3]:
-                    call, many = kinds[name][kind]
-                    took = _burst(call, calls) / many
-                    if turn:  # the first round warms up
-                        times[name].setdefault((size, kind), []).append(took)
-    results.send(times)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(sizes: list[int], rounds: int) -> Times:
-    """Run both ranks; return for each group and (bytes, kind) the microseconds of each round."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(2)]
-        ranks = [
-            context.Process(target=_rank, args=(rank, f"file://{folder}/store", sizes, rounds, pipes[rank][1]))
-            for rank in range(2)
-        ]
-        for process in ranks:
-            process.start()
-        for _, sender in pipes:
-            sender.close()  # so that recv fails when its rank has ended
-        both = [receiver.recv() for receiver, _ in pipes]
-        for process in ranks:
-            process.join()
-    return {
-        name: {
-            case: [max(pair) for pair in zip(series, both[1][name][case], strict=True)] for case, series in of.items()
-        }
-        for name, of in both[0].items()
     }
 
 
@@ -147,7 +90,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a page with the table to this file")
     args = parser.parse_args()
     others = Others()
-    table = report(measure(args.sizes, args.rounds), args.sizes)
+    table = report(measure(_kinds, args.sizes, args.rounds), args.sizes)
     notes = f"{machine()}; torch {torch.__version__}; {args.rounds} rounds; {others.note()}."
     print(f"{table}\n\n{notes}")
     if args.out:

@@ -41,11 +41,11 @@ def free_port() -> int:
 class Contender:
     """The runner of a checkout: one process, or one for each rank."""
 
-    def __init__(self, checkout: Path, kind: str) -> None:
+    def __init__(self, checkout: Path, kind: str, runner: Path = RUNNER) -> None:
         size, port = PROCESSES[kind], free_port()
         self._processes = [
             subprocess.Popen(
-                [sys.executable, str(RUNNER), kind],
+                [sys.executable, str(runner), kind],
                 env={
                     **os.environ,
                     "PYTHONPATH": str(checkout),
@@ -69,9 +69,9 @@ class Contender:
             raise SystemExit("a runner has ended; its error is above")
         return list(json.loads(lines[0]))
 
-    def measure(self, case: str) -> float:
-        """Return the mean time of a call in seconds."""
-        order = json.dumps({"case": case, "count": COUNTS.get(case, COUNT)})
+    def measure(self, case: str, **more: object) -> float:
+        """Return the mean time of a call in seconds. ``more`` is added to the request."""
+        order = json.dumps({"case": case, "count": COUNTS.get(case, COUNT), **more})
         for process in self._processes:
             print(order, file=process.stdin, flush=True)
         return max(float(process.stdout.readline()) for process in self._processes if process.stdout)

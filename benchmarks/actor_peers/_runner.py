@@ -38,6 +38,12 @@ class Mesh(Protocol):
     def take(self, tensor: Any) -> float:
         """Send a tensor to the worker. Return its reply, the last element."""
 
+    def make(self, nbytes: int) -> None:
+        """Let the worker make a tensor of ones of this size."""
+
+    def give(self) -> int:
+        """Call the worker, which replies with the tensor that it has made. Return the last element."""
+
     def pids(self) -> list[int]:
         """Return the pids of all workers."""
 
@@ -100,6 +106,29 @@ class Runner:
             if reply != turn:
                 raise ValueError(f"the worker saw {reply} in the tensor, not {turn}")
         return times[1:]
+
+    def payloads(self, nbytes: int, n: int, reply: bool) -> list[float]:
+        """Return the seconds of each of the first n calls of a worker with a large argument, or a large reply.
+
+        No large message was sent before. The same call with a small tensor was made.
+        """
+        import torch
+
+        pair, times = self._one(), []
+        pair.make(64)
+        for _ in range(10):
+            pair.take(torch.ones(64))
+            pair.give()
+        pair.make(nbytes)
+        tensor = torch.ones(nbytes // 4)
+        for turn in range(n):
+            tensor[-1] = turn
+            start = time.perf_counter()
+            seen = pair.give() if reply else pair.take(tensor)
+            times.append(time.perf_counter() - start)
+            if seen != (1 if reply else turn):
+                raise ValueError(f"the last element is {seen} in call {turn}")
+        return times
 
     def cast(self, procs: int, n: int) -> list[float]:
         """Return the seconds of each of n no-ops of all workers."""

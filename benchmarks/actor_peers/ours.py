@@ -34,6 +34,14 @@ class Worker(Actor):
         return float(tensor[-1])
 
     @endpoint
+    def make(self, nbytes: int) -> None:
+        self.made = torch.ones(nbytes, dtype=torch.uint8)
+
+    @endpoint
+    def give(self) -> torch.Tensor:
+        return self.made
+
+    @endpoint
     def hold(self, path: str) -> None:
         with open(path, "wb") as file:
             file.write(b"1")
@@ -61,6 +69,12 @@ class Workers:
 
     def take(self, tensor: torch.Tensor) -> float:
         return float(self._actors.take.call_one(tensor).get())
+
+    def make(self, nbytes: int) -> None:
+        self._actors.make.call_one(nbytes).get()
+
+    def give(self) -> int:
+        return int(self._actors.give.call_one().get()[-1])
 
     def pids(self) -> list[int]:
         return list(self._actors.pid.call().get().values())

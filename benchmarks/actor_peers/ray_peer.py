@@ -39,6 +39,12 @@ class Worker:
     def take(self, tensor: torch.Tensor) -> float:
         return float(tensor[-1])
 
+    def make(self, nbytes: int) -> None:
+        self.made = torch.ones(nbytes, dtype=torch.uint8)
+
+    def give(self) -> torch.Tensor:
+        return self.made
+
     def hold(self, path: str) -> None:
         with open(path, "wb") as file:
             file.write(b"1")
@@ -65,6 +71,12 @@ class Workers:
 
     def take(self, tensor: torch.Tensor) -> float:
         return float(ray.get(self._first.take.remote(tensor)))
+
+    def make(self, nbytes: int) -> None:
+        ray.get(self._first.make.remote(nbytes))
+
+    def give(self) -> int:
+        return int(ray.get(self._first.give.remote())[-1])
 
     def pids(self) -> list[int]:
         return list(self._pids)
