@@ -12,7 +12,19 @@ from typing import Any
 DOCS = Path(__file__).parent
 FACADES = tuple(
     "monarch_backend" + name
-    for name in ("", ".process_group", ".actor", ".mesh", ".hosts", ".job", ".rdma", ".dtensor", ".testing", ".errors")
+    for name in (
+        "",
+        ".process_group",
+        ".telemetry",
+        ".actor",
+        ".mesh",
+        ".hosts",
+        ".job",
+        ".rdma",
+        ".dtensor",
+        ".testing",
+        ".errors",
+    )
 )
 
 

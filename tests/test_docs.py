@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from monarch_backend._core import platform
 from tests.actor.script_runner import WarmInterpreter, with_meshes
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -26,8 +28,11 @@ RUN = [
     "guides/restart.md",
     "guides/simulation.md",
     "guides/two-machines.md",
+    "operate/export.md",
+    "operate/dashboard.md",
     "operate/logs.md",
     "operate/stacks.md",
+    "operate/telemetry.md",
     "start/actors.md",
     "start/controller.md",
     "tutorials/actors.md",
@@ -39,8 +44,10 @@ TORCHRUN = {
     "tutorials/ddp.md": None,
 }
 
-FRAGMENTS = {"guides/new-collective.md"}
-"""Pages whose code blocks are parts of the package's own files. On other pages such a block has the language py."""
+FRAGMENTS = {"guides/new-collective.md", "operate/hangs.md"}
+"""Pages whose code blocks are no one program: parts of the package's own files, or programs that hang, which
+tests/telemetry/test_hang_causes.py runs. On other pages such a block has the language py.
+"""
 
 
 def blocks(page: Path, language: str = "python") -> list[str]:
@@ -110,6 +117,41 @@ def test_scripts_of_a_page_run_under_torchrun(name: str, tmp_path: Path) -> None
     assert len(promised) == 2
     for line in promised:
         assert done.stdout.count(line) == promised.count(line), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not platform.HAS_PRCTL, reason="shells do not see the pids of processes of a mesh")
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="pdb stops one line earlier than the page shows")
+def test_commands_of_the_page_on_breakpoints_print_the_shown_output(tmp_path: Path) -> None:
+    """The first sh block is a program that goes on meanwhile; the lines behind prompts are its client's input."""
+    page = (DOCS / "operate/breakpoints.md").read_text()
+    steps = re.findall(r"^```sh\n(.*?)^```\n+```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(steps) == len(re.findall(r"^```sh$", page, re.MULTILINE)) == 5
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = dict(os.environ, OMP_NUM_THREADS="1", PATH=path)
+    shell: dict[str, Any] = {"cwd": tmp_path, "env": env, "text": True}
+    (start, promised), *others = steps
+    with subprocess.Popen(["bash", "-ec", start], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **shell) as program:
+        assert program.stdout is not None and program.stderr is not None
+        try:
+            lines = sorted(program.stderr.readline() for _ in promised.splitlines())
+            assert _without_pids("".join(lines), tmp_path) == _without_pids(promised, tmp_path)
+            for command, shown in others:
+                typed = "\n".join([*re.findall(r"^\(Pdb\) (.*)$", shown, re.MULTILINE), ""])
+                expected = re.sub(r"^\(Pdb\) .*\n", "(Pdb) ", shown, flags=re.MULTILINE)
+                done = subprocess.run(
+                    ["bash", "-ec", command], input=typed, stdout=subprocess.PIPE, timeout=60, check=True, **shell
+                )
+                assert _without_pids(done.stdout, tmp_path) == _without_pids(expected, tmp_path)
+            printed = program.stdout.read()
+        finally:
+            program.kill()
+    assert f"The program ends with `{printed.strip()}`" in page
+
+
+def _without_pids(text: str, folder: Path) -> str:
+    text = re.sub(r"pid \d+", "pid _", text.replace(str(folder), "/home/me"))
+    return re.sub(r" +", " ", re.sub(r" for \d.*$", " for _", text, flags=re.MULTILINE))
 
 
 def _without_seconds(text: str) -> str:
