@@ -17,6 +17,8 @@ LONG_MODULES = {
     "actor/test_restart.py",
     "actor/test_supervision.py",
     "cli/test_doctor.py",
+    "dashboard/test_api.py",
+    "dashboard/test_command.py",
     "dtensor/compile/test_aot_tangents.py",
     "dtensor/compile/test_compile.py",
     "dtensor/compile/test_dynamic_sizes.py",

@@ -139,6 +139,7 @@ class _Recorder:
 def _coalesced(rank: int) -> list[str]:
     group = dist.new_group([0, 1])
     recorder = _Recorder()
+    group._end_fast_paths()  # NCCL's tensors take none
     group._inner["cpu"], group._shm = recorder, None
     ops = [dist.P2POp(op, torch.ones(1), 1 - rank, group) for op in (dist.isend, dist.irecv)]
     dist.batch_isend_irecv(ops)

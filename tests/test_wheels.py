@@ -227,11 +227,14 @@ def test_pyconfig_of_other_platforms(target: Target, has_platform: bool, changed
     assert len(text.splitlines()) == len(PYCONFIG.splitlines())
 
 
-def test_table_has_a_line_for_each_wheel(tmp_path: Path) -> None:
+def test_table_has_a_line_for_each_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     results = table.Results(tmp_path / "results.json")
     results.begin(Target("3.11", X86_64), built="1.6 MB")
     results.add(Target("3.11", X86_64), installed="2.0 s", smoke="ok, torch 2.13.0", on="Python 3.11.7")
-    results.begin(Target("3.14t", AARCH64), built="1.5 MB")
+    for python in ("3.12", "3.14t"):
+        results.begin(Target(python, AARCH64), built="1.5 MB")
+    results.begin(Target("3.12", X86_64), built="1.6 MB")
     results.begin(Target("3.12", MACOS), built="1.3 MB")
     results.begin(Target("3.13", MACOS), built="1.3 MB")
     results.begin(Target("3.13", MACOS), failed="no member 'x'")
@@ -242,12 +245,15 @@ def test_table_has_a_line_for_each_wheel(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| 3.11 | manylinux_2_28_x86_64 | 1.6 MB | 2.0 s | ok, torch 2.13.0 | Python 3.11.7 |" in text
     assert "| 3.14t | manylinux_2_28_aarch64 | 1.5 MB | not run | not run |  |" in text
+    reason = "not run: no interpreter, Debian has none for aarch64"
+    assert f"| 3.12 | manylinux_2_28_aarch64 | 1.5 MB | {reason} | {reason} |  |" in text
+    assert "| 3.12 | manylinux_2_28_x86_64 | 1.6 MB | not run | not run |  |" in text
     assert "| 3.10 | manylinux_2_28_x86_64 | not built | no wheel | no wheel |  |" in text
     assert "| 3.12 | macosx_11_0_arm64 | 1.3 MB | not run: needs a Mac | not run: needs a Mac |  |" in text
     assert "| 3.13 | macosx_11_0_arm64 | failed: no member 'x' | no wheel | no wheel |  |" in text
     assert text.count("\n| 3.") == len(all_targets()) and "old" not in text and text.endswith("after\n")
-    assert "| linux-x86_64 | no | tested | no |" in table.short_table(again)
-    assert table.short_table(again).count("built") == 2
+    assert "| linux-x86_64 | no | tested | built | no |" in table.short_table(again)
+    assert table.short_table(again).count("built") == 4
     assert "| macos-arm64 | no | no | built | failed | no |" in table.short_table(again)
     page.write_text("no place")
     with pytest.raises(RuntimeError, match="no place for the table"):

@@ -163,8 +163,6 @@ class _Chunks(list["Buffer"]):
 
 
 class _Buffers(list[memoryview]):
-    """The buffers that are not in the pickle."""
-
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         """Return whether the pickler must copy the buffer into the pickle."""
         view = buffer.raw()
@@ -244,7 +242,6 @@ class _PicklerBy(_Pickler):
     reduce: Callable[[Any], Any]
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return the caller's reduction, if there is one."""
         reduced = self.reduce(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -364,7 +361,6 @@ def try_dumps_in_band(obj: object) -> bytes | None:
 
 
 def _trouble(part: object, reduce: Callable[[Any], Any] | None = None) -> Exception | None:
-    """Return the error of pickling ``part`` by itself."""
     pickler = (_Pickler if reduce is None else _PicklerBy)(_Chunks(), 5, buffer_callback=lambda _: False)
     if isinstance(pickler, _PicklerBy) and reduce is not None:
         pickler.reduce = reduce

@@ -53,7 +53,6 @@ class SimulatedHost:
         return [p for p in self.simulation.processes if p.program is not None and host_of(p.token) in mine]
 
     def kill(self) -> None:
-        """Switch the machine off."""
         if self.daemon is None:
             raise ValueError("the main program runs on this host: it can be cut off, not killed")
         self.daemon.die(-9)

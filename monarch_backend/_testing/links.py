@@ -58,8 +58,6 @@ class Wire:
 
 
 class SimulatedLinks:
-    """The `Links` of one simulated process."""
-
     def __init__(self, simulation: Simulation, process: SimulatedProcess) -> None:
         self.token = process.token
         self.out: list[Wire] = []  # by number of the link

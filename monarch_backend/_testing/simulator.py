@@ -63,7 +63,6 @@ class EventQueue:
         heappush(self._heap, (self.time + seconds, next(self._count), call))
 
     def add_at(self, time: float, call: Callable[[], object]) -> None:
-        """Schedule a call at a time that is not in the past."""
         heappush(self._heap, (time, next(self._count), call))
 
     def next(self) -> float | None:

@@ -6,11 +6,12 @@ Builds and smoke tests add their results to `results.json`; this writes them bet
 from __future__ import annotations
 
 import json
+import platform
 import re
 import sys
 from pathlib import Path
 
-from tools.wheels.targets import PLATFORMS, PYTHONS, Target, all_targets
+from tools.wheels.targets import DEBIAN_PYTHONS, PLATFORMS, PYTHONS, Target, all_targets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "wheels.md"
@@ -53,9 +54,9 @@ def long_table(results: Results) -> str:
 def short_table(results: Results) -> str:
     """One line per platform, one column per Python."""
     lines = [f"| wheel | {' | '.join(PYTHONS)} |", f"| --- |{' --- |' * len(PYTHONS)}"]
-    for platform in PLATFORMS.values():
-        found = [results.all.get(Target(python, platform).tag, {}) for python in PYTHONS]
-        lines.append(f"| {platform.name} | {' | '.join(map(_state, found))} |")
+    for each in PLATFORMS.values():
+        found = [results.all.get(Target(python, each).tag, {}) for python in PYTHONS]
+        lines.append(f"| {each.name} | {' | '.join(map(_state, found))} |")
     return "\n".join(lines)
 
 
@@ -67,7 +68,11 @@ def _cell(target: Target, found: dict[str, str], name: str) -> str:
         return f"failed: {found['failed']}" if "failed" in found else "not built"
     if "built" not in found:
         return "no wheel"
-    return "not run" if target.platform.is_linux else "not run: needs a Mac"
+    if not target.platform.is_linux:
+        return "not run: needs a Mac"
+    if target.platform.machine != platform.machine() and target.python not in DEBIAN_PYTHONS:
+        return f"not run: no interpreter, Debian has none for {target.platform.machine}"
+    return "not run"
 
 
 def _state(found: dict[str, str]) -> str:

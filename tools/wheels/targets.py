@@ -67,6 +67,9 @@ PLATFORMS = {
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.14t", "3.15")
 """A `t` at the end: the build without a global interpreter lock."""
 
+DEBIAN_PYTHONS = ("3.11", "3.13", "3.14", "3.14t", "3.15")
+"""Those that a suite of Debian has. Smoke tests of another processor run the interpreters of Debian under emulation."""
+
 
 @dataclass(frozen=True)
 class Target:
