@@ -44,10 +44,17 @@ STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class HostStatus:
-    """Status of one host of a job. ``state`` is "up", "gone", "not started", or "unknown: " with the reason.
+    """Status of one host of a job.
 
-    ``mesh`` and ``index`` tell its place in the job, ``address`` where it listens, ``log`` the path of its log. The
-    last two are "" for a host that was not started.
+    ``mesh`` and ``index`` tell its place in the job, and ``address`` where it listens. ``log`` is the path of its log.
+    ``reason`` tells why it is in its state, in the scheduler's words. What is not known is "". ``state`` is
+
+    - "not started";
+    - "pending": a scheduler has not started it yet, and ``reason`` has what it waits for;
+    - "up";
+    - "ending": it runs, and its scheduler has announced its end;
+    - "gone";
+    - "unknown: " with the reason.
 
     >>> from monarch_backend.job import SSHJob
     >>> [status] = SSHJob().add_mesh("trainers", ["node1"]).status()
@@ -60,6 +67,10 @@ class HostStatus:
     state: str
     address: str = ""
     log: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.mesh}[{self.index}]: {self.state}{f' ({self.reason})' if self.reason else ''}"
 
 
 class JobState(Mapping[str, HostMesh]):
@@ -117,8 +128,8 @@ class Plan:
 class Job:
     """Meshes of hosts by name, and the file that records which of them run.
 
-    This is the base class of `LocalJob`, `ProcessJob` and `SSHJob`. ``name`` distinguishes the jobs of a user. ``path``
-    is the job's file, by default $XDG_STATE_HOME/monarch_backend/jobs/NAME.json. ``secret_file`` holds the secret of
+    This is the base class of all jobs, such as `SSHJob`. ``name`` distinguishes the jobs of a user. ``path`` is the
+    job's file, by default $XDG_STATE_HOME/monarch_backend/jobs/NAME.json. ``secret_file`` holds the secret of
     all hosts and of the program. The default is MONARCH_SECRET_FILE's, or a new one for this job.
 
     Raises ValueError for a name that cannot be a file's.
@@ -164,6 +175,10 @@ class Job:
         """Return the arguments that make this job again, as values that JSON has."""
         raise NotImplementedError
 
+    def _set_size(self, mesh: str, count: int) -> None:  # noqa: ARG002
+        """Give a mesh of the description another number of hosts."""
+        raise JobError(f"a {type(self).__name__} has named hosts, so its meshes cannot be resized")
+
     # ---- of all
 
     @staticmethod
@@ -198,6 +213,38 @@ class Job:
         job._secret_file = None if file.own_secret else Path(file.secret_file)
         return job
 
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Write the job to a file, for `Job.load` in another program. A job that runs is the same job there.
+
+        Only its user can read the file. It replaces an existing one.
+
+        >>> import os, tempfile
+        >>> from monarch_backend.job import Job, SSHJob
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "job.json")
+        ...     SSHJob(name="train").add_mesh("trainers", ["node1"]).dump(path)
+        ...     Job.load(path).name
+        'train'
+        """
+        where = Path(path).expanduser().absolute()
+        with state_file.locked(where):
+            state_file.write(where, self._read() or self._new_file(where))
+
+    @property
+    def active(self) -> bool:
+        """Whether the job has been applied and not ended, by this program or another one."""
+        file = self._read()
+        return file is not None and self._is_submitted(file)
+
+    def can_run(self, job: Job) -> bool:
+        """Return whether this job runs, or would run, exactly the hosts that ``job`` describes.
+
+        >>> from monarch_backend.job import ProcessJob
+        >>> ProcessJob({"trainers": 2}).can_run(ProcessJob({"trainers": 2}, name="other"))
+        True
+        """
+        return self.kind == job.kind and self._described() == job._described()
+
     @classmethod
     def _from_description(cls, description: dict[str, Any]) -> Job:
         return cls(**description)
@@ -214,24 +261,70 @@ class Job:
         if not plans and self.kind != "local":
             raise ValueError("the job has no hosts: give it some")
         with state_file.locked(self.path):
+            self._start_missing(self._own_file(), plans, time.monotonic() + timeout)
+
+    def _own_file(self) -> JobFile:
+        """Return the content of the job's file, or a new one. Raises JobError if it is of another job."""
+        file = self._read()
+        if file is None:
+            return self._new_file(self.path)
+        if file.description != self._described():
+            raise JobError(
+                f"{self.path} is of a job that was described differently: end that one first "
+                f"(Job.load({str(self.path)!r}).kill()), or give this one another name"
+            )
+        return file
+
+    def _start_missing(self, file: JobFile, plans: Sequence[Plan], until: float) -> None:
+        running = self._running(file)
+        missing = [plan for plan in plans if (plan.mesh, plan.index) not in running]
+        if not missing and file.hosts:
+            return
+        file.hosts = list(running.values())
+        try:
+            self._start(missing, file, until)
+        finally:
+            if not file.hosts and missing:
+                self._forget(file)
+
+    def resize(self, mesh: str, count: int, timeout: float = START_TIMEOUT_S) -> None:
+        """Start or end hosts of a mesh until it has ``count`` hosts. `state` then returns a mesh of these.
+
+        New hosts get the highest indices, and hosts with the highest indices are ended first. Stop the processes on
+        them before, because they are lost. A job that does not run only changes its description.
+
+        Raises ValueError for an unknown mesh and a ``count`` below 1. Raises JobError if the hosts of this job have
+        names, or if new hosts cannot be started within ``timeout`` seconds.
+        """
+        timeout = check_bounded(timeout)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"mesh {mesh!r}: {count!r} is not a number of hosts; give 1 or more")
+        if mesh not in (names := list(dict.fromkeys(plan.mesh for plan in self._plans()))):
+            raise ValueError(f"the job has no mesh {mesh!r}; it has {', '.join(names) or 'none'}")
+        with state_file.locked(self.path):
             file = self._read()
+            self._set_size(mesh, count)
             if file is None:
-                file = self._new_file()
-            elif file.description != self._described():
-                raise JobError(
-                    f"{self.path} is of a job that was described differently: end that one first "
-                    f"(Job.load({str(self.path)!r}).kill()), or give this one another name"
-                )
-            running = self._running(file)
-            missing = [plan for plan in plans if (plan.mesh, plan.index) not in running]
-            if not missing and file.hosts:
                 return
-            file.hosts = list(running.values())
-            try:
-                self._start(missing, file, time.monotonic() + timeout)
-            finally:
-                if not file.hosts and missing:
-                    self._forget(file)
+            if self._is_submitted(file):
+                self._end_surplus(file, mesh, count)
+            file.description = self._described()
+            state_file.write(self.path, file)
+            if self._is_submitted(file):
+                self._start_missing(file, self._plans(), time.monotonic() + timeout)
+
+    def _end_surplus(self, file: JobFile, mesh: str, count: int) -> None:
+        """End the hosts of a mesh from index ``count`` on."""
+        surplus = [host for host in file.hosts if host.mesh == mesh and host.index >= count]
+        _forget_attached(file)
+        states = self._end(surplus)
+        if left := [f"{h.label}: {s}" for h, s in zip(surplus, states, strict=True) if s != "gone"]:
+            raise JobError("not ended: " + "; ".join(left))
+        file.hosts = [host for host in file.hosts if host not in surplus]
+
+    @staticmethod
+    def _is_submitted(file: JobFile) -> bool:
+        return bool(file.hosts or file.submitted)
 
     def _described(self) -> dict[str, Any]:
         """Return the description as it is after a round trip through JSON."""
@@ -245,11 +338,11 @@ class Job:
             raise JobError("it is unknown whether these hosts still run: " + "; ".join(unknown))
         return {(h.mesh, h.index): h for h, s in zip(file.hosts, states, strict=True) if s == "up"}
 
-    def _new_file(self) -> JobFile:
+    def _new_file(self, path: Path) -> JobFile:
         given = self._secret_file
         if given is not None:
             read_secret(given)
-        own = self.path.with_name(f"{self.path.stem}.secret")
+        own = path.with_name(f"{path.stem}.secret")
         if given is None and self.kind != "local":
             write_private(own, new_secret().hex().encode() + b"\n")
         return JobFile(
@@ -296,13 +389,20 @@ class Job:
             raise JobError(f"{self.path} is of a job of kind {file.kind!r}: give this one another name")
         return file
 
-    def state(self, timeout: float = 15.0) -> JobState:
+    def state(self, timeout: float = 15.0, *, cached_path: str | os.PathLike[str] | None = None) -> JobState:
         """Attach the hosts, and return the meshes of the job. Later calls return the same meshes.
+
+        With ``cached_path`` the job's file is that one, and hosts that do not run are started first. A second run of
+        the same program then finds the hosts of the first one.
 
         Raises JobError, with names and logs, if the job was not applied, if hosts of it are gone, or if they cannot be
         attached within ``timeout`` seconds.
         """
-        timeout, file = check_bounded(timeout), self._read()
+        timeout = check_bounded(timeout)
+        if cached_path is not None:
+            self.path = Path(cached_path).expanduser().absolute()
+            self.apply()
+        file = self._read()
         if file is None:
             raise JobError(f"the job {self.name!r} does not run (no file {self.path}): apply() starts it")
         plans, there = self._plans(), {(host.mesh, host.index): host for host in file.hosts}
@@ -317,7 +417,7 @@ class Job:
         return JobState(self.name, attached)
 
     def _attach(self, file: JobFile, name: str, hosts: Sequence[HostEntry], timeout: float) -> HostMesh:
-        key = (file.id, name, tuple(host.process for host in hosts))
+        key = (file.id, name, tuple(host.incarnation or host.process for host in hosts))
         with _attaching:
             mesh = _attached.get(key)
             if mesh is not None and not _lost(mesh):
@@ -336,7 +436,7 @@ class Job:
     def _who_is_gone(self, file: JobFile) -> str:
         states = self._look(file.hosts)
         gone = [
-            f"{host.label}: its process {host.process.pid} is gone, its log is {host.log}"
+            f"{host.label}: its process {host.daemon.pid} is gone, its log is {host.log}"
             if state == "gone"
             else f"{host.label}: {state}"
             for host, state in zip(file.hosts, states, strict=True)
@@ -355,6 +455,31 @@ class Job:
             address, log = ("", "") if host is None else (host.address, host.log)
             result.append(HostStatus(plan.mesh, plan.index, state, address, log))
         return result
+
+    def watch(self, *, interval: float = 1.0, timeout: float | None = None) -> Iterator[HostStatus]:
+        """Yield the status of each host, and then each change, until the job has ended or ``timeout`` seconds are over.
+
+        The hosts are looked at every ``interval`` seconds, or earlier if a scheduler reports a change.
+
+        >>> from monarch_backend.job import SSHJob
+        >>> [str(each) for each in SSHJob().add_mesh("trainers", ["node1"]).watch()]
+        ['trainers[0]: not started']
+        """
+        interval, until = check_bounded(interval), time.monotonic() + check_bounded(timeout)
+        seen: dict[tuple[str, int], HostStatus] = {}
+        while True:
+            active = self.active
+            for each in self.status():
+                if seen.get((each.mesh, each.index)) != each:
+                    seen[each.mesh, each.index] = each
+                    yield each
+            left = until - time.monotonic()
+            if left <= 0 or not active:
+                return
+            self._wait_for_change(min(interval, left))
+
+    def _wait_for_change(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def query(self, sql: str) -> QueryResult:
         """Return the answer to a query over what this program and all hosts of the job have recorded.
@@ -390,13 +515,16 @@ class Job:
             if file is None:
                 return
             _stop_using(file)
-            states = self._end(file.hosts)
-            left = [(host, state) for host, state in zip(file.hosts, states, strict=True) if state != "gone"]
-            if left:
-                file.hosts = [host for host, _ in left]
-                state_file.write(self.path, file)
-                raise JobError("not ended: " + "; ".join(f"{host.label}: {state}" for host, state in left))
+            self._end_all(file)
             self._forget(file)
+
+    def _end_all(self, file: JobFile) -> None:
+        states = self._end(file.hosts)
+        left = [(host, state) for host, state in zip(file.hosts, states, strict=True) if state != "gone"]
+        if left:
+            file.hosts = [host for host, _ in left]
+            state_file.write(self.path, file)
+            raise JobError("not ended: " + "; ".join(f"{host.label}: {state}" for host, state in left))
 
     def _forget(self, file: JobFile) -> None:
         self.path.unlink(missing_ok=True)
@@ -451,14 +579,17 @@ def _lost(mesh: HostMesh) -> bool:
 
 def _stop_using(file: JobFile) -> None:
     """Stop this program's processes on a job's hosts before the hosts end; otherwise their end would be a failure."""
-    with _attaching:
-        keys = [key for key in _attached if key[0] == file.id]
-        meshes = [_attached.pop(key) for key in keys]
-    for mesh in meshes:
+    for mesh in _forget_attached(file):
         if not _lost(mesh):
             with contextlib.suppress(Exception):
                 mesh.shutdown().get(timeout=STOP_TIMEOUT_S)
 
 
-_attached: dict[tuple[str, str, tuple[Identity, ...]], HostMesh] = {}
+def _forget_attached(file: JobFile) -> list[HostMesh]:
+    """Return this program's meshes of a job. The next `Job.state` attaches the hosts anew."""
+    with _attaching:
+        return [_attached.pop(key) for key in list(_attached) if key[0] == file.id]
+
+
+_attached: dict[tuple[str, str, tuple[Identity | str | None, ...]], HostMesh] = {}
 _attaching = threading.RLock()

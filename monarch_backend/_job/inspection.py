@@ -90,7 +90,7 @@ class Inspection:
     def __init__(self, path: Path, controllers: Iterable[int] | None = None) -> None:
         file = state_file.read(path)
         hosts = [] if file is None else file.hosts
-        self._here = [host.process.pid for host in hosts if not host.where]
+        self._here = [host.daemon.pid for host in hosts if not host.where]
         self._controllers = None if controllers is None else list(controllers)
         self._procs: list[Any] = []
         self._readers: dict[str, tuple[HostEntry, Any]] = {}
@@ -118,7 +118,7 @@ class Inspection:
             if host not in reached:
                 self._not_read(host, f"it does not accept a connection at {host.address}")
         for host in reached:  # one by one, so that a host that fails does not hide the others
-            key = os.getpid(), file.id, host.process
+            key = os.getpid(), file.id, host.daemon
             try:
                 mesh = _meshes.get(key)
                 if mesh is None:
@@ -170,7 +170,7 @@ class Inspection:
     def _recording_of(self, host: HostEntry, actor: Any, of_programs: bool) -> Recording | None:
         try:
             ahead, error = _clock_offset(lambda: actor.clock_ns.call_one().get(timeout=TIMEOUT_S))
-            found: Recording = actor.recording.call_one(host.process.pid, _name(host), ahead, of_programs).get(
+            found: Recording = actor.recording.call_one(host.daemon.pid, _name(host), ahead, of_programs).get(
                 timeout=TIMEOUT_S
             )
         except Exception as failure:

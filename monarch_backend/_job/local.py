@@ -46,10 +46,15 @@ class LocalJob(Job):
     def _start(self, plans: Sequence[Plan], file: JobFile, until: float) -> None:  # noqa: ARG002
         state_file.write(self.path, file)
 
-    def state(self, timeout: float = 15.0) -> JobState:
+    def state(
+        self,
+        timeout: float = 15.0,
+        *,
+        cached_path: str | os.PathLike[str] | None = None,  # noqa: ARG002
+    ) -> JobState:
         """Return the meshes, as `Job.state` does. It needs no `apply`.
 
-        ``timeout``, in seconds, has no effect. Raises ValueError if it is negative.
+        ``timeout``, in seconds, and ``cached_path`` have no effect. Raises ValueError if ``timeout`` is negative.
         """
         check_bounded(timeout)
         return JobState(self.name, {name: this_host() for name in self._meshes})

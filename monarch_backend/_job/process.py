@@ -73,11 +73,14 @@ class ProcessJob(Job):
         return file
 
     def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
-        return ["up" if host.process.runs() else "gone" for host in hosts]
+        return ["up" if host.daemon.runs() else "gone" for host in hosts]
 
     def _end(self, hosts: Sequence[HostEntry]) -> list[str]:
-        in_parallel(lambda host: host.process.end(TERM_GRACE_S), hosts)
-        return ["unknown: it does not end" if host.process.runs() else "gone" for host in hosts]
+        in_parallel(lambda host: host.daemon.end(TERM_GRACE_S), hosts)
+        return ["unknown: it does not end" if host.daemon.runs() else "gone" for host in hosts]
+
+    def _set_size(self, mesh: str, count: int) -> None:
+        self._meshes[mesh] = count
 
     def _description(self) -> dict[str, Any]:
         return {"meshes": self._meshes, "env": self._env}

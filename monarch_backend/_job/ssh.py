@@ -136,10 +136,10 @@ class SSHJob(Job):
             by_machine.setdefault(host.where, []).append(host)
         asked = in_parallel(lambda item: self._ask_machine(item[0], item[1], what), by_machine.items(), MAX_CONNECTIONS)
         answers = dict(zip(by_machine, asked, strict=True))
-        return [answers[host.where][host.process.pid] for host in hosts]
+        return [answers[host.where][host.daemon.pid] for host in hosts]
 
     def _ask_machine(self, machine: str, hosts: Sequence[HostEntry], what: str) -> dict[int, str]:
-        calls = [f"{what} {h.process.pid} {h.process.start} {shlex.quote(h.process.boot)} &" for h in hosts]
+        calls = [f"{what} {h.daemon.pid} {h.daemon.start} {shlex.quote(h.daemon.boot)} &" for h in hosts]
         command = self._ssh(machine, "\n".join([_RUNS, *calls, "wait"]))
         try:
             done = subprocess.run(
@@ -155,7 +155,7 @@ class SSHJob(Job):
         except (OSError, subprocess.TimeoutExpired) as error:
             why, said = str(error) if isinstance(error, OSError) else f"no answer within {COMMAND_TIMEOUT_S:g} s", ""
         found = dict(re.findall(r"^monarch_backend: (\d+) (up|gone)$", said, re.MULTILINE))
-        return {host.process.pid: found.get(str(host.process.pid), f"unknown: {why}") for host in hosts}
+        return {host.daemon.pid: found.get(str(host.daemon.pid), f"unknown: {why}") for host in hosts}
 
     def _description(self) -> dict[str, Any]:
         return {

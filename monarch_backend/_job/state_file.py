@@ -25,14 +25,26 @@ STATE_VERSION = 1
 
 
 class HostEntry(msgspec.Struct, frozen=True):
-    """A host that has been started. ``where``: its machine's name for ssh; "" for a process of this machine."""
+    """A host that has been started. ``where``: its machine for ssh, its pod or node; "" for a process of this machine.
+
+    ``process``: the host's daemon; None where a scheduler has started it. ``incarnation``: the scheduler's identity of
+    this start of the host, such as a pod's uid.
+    """
 
     mesh: str
     index: int
     where: str
     address: str
-    process: Identity
+    process: Identity | None
     log: str
+    incarnation: str = ""
+
+    @property
+    def daemon(self) -> Identity:
+        """The process of the host's daemon. Raises JobError for a host that a scheduler has started."""
+        if self.process is None:
+            raise JobError(f"{self.label} was started by a scheduler, and its process is not known")
+        return self.process
 
     @property
     def label(self) -> str:
@@ -40,7 +52,10 @@ class HostEntry(msgspec.Struct, frozen=True):
 
 
 class JobFile(msgspec.Struct):
-    """Content of a job's file. ``machine``: where it was applied. ``description``: the arguments of the job."""
+    """Content of a job's file. ``machine``: where it was applied. ``description``: the arguments of the job.
+
+    ``submitted``: the names that a scheduler has given to the job, such as the number of a Slurm job.
+    """
 
     version: int
     kind: str
@@ -51,6 +66,7 @@ class JobFile(msgspec.Struct):
     own_secret: bool  # made for this job, and removed with it
     description: dict[str, Any]
     hosts: list[HostEntry]
+    submitted: dict[str, Any] = {}
 
 
 class _OnlyVersion(msgspec.Struct):

@@ -1,0 +1,198 @@
+"""Base class of jobs whose hosts a scheduler starts, such as Kubernetes or Slurm.
+
+The job is submitted once. Then the scheduler is asked where its hosts listen, and why others do not run yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from monarch_backend._core.timeouts import check_bounded
+from monarch_backend._job import state_file
+from monarch_backend._job.base import HostStatus, Job, JobState, Plan
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.state_file import HostEntry, JobFile
+from monarch_backend._transport.network.auth import read_secret
+
+log = logging.getLogger("monarch_backend")
+
+READY_TIMEOUT_S = 600.0
+POLL_INTERVAL_S = 0.5
+"""Seconds between two questions to a scheduler that does not report changes by itself."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One host as its scheduler sees it. ``state``: one of those of `HostStatus`.
+
+    ``incarnation`` is the scheduler's identity of this start, such as a pod's uid. ``where`` names the pod or node.
+    ``address``, "tcp://HOST:PORT", is "" until the host listens. ``is_final``: its state does not change any more.
+    """
+
+    mesh: str
+    index: int
+    state: str
+    incarnation: str = ""
+    where: str = ""
+    address: str = ""
+    log: str = ""
+    reason: str = ""
+    is_final: bool = False
+
+    @property
+    def status(self) -> HostStatus:
+        return HostStatus(self.mesh, self.index, self.state, self.address, self.log, self.reason)
+
+    @property
+    def entry(self) -> HostEntry:
+        return HostEntry(self.mesh, self.index, self.where, self.address, None, self.log, self.incarnation)
+
+
+class ScheduledJob(Job):
+    """Job whose hosts a scheduler starts. `apply` submits it, and waits until all hosts listen.
+
+    A subclass submits, looks for and removes the whole job in four methods.
+    """
+
+    # ---- of each kind
+
+    @abstractmethod
+    def _sizes(self) -> Mapping[str, int]:
+        """Return the number of hosts of each mesh."""
+
+    @abstractmethod
+    def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:
+        """Submit the whole job, and return the names that the scheduler has given to it, for `JobFile.submitted`.
+
+        Raises JobError with the scheduler's reason, after it has removed what it has submitted.
+        """
+
+    @abstractmethod
+    def _find(self, file: JobFile) -> Sequence[Replica]:
+        """Return the replicas that the scheduler knows. Raises JobError if it cannot be asked."""
+
+    @abstractmethod
+    def _remove(self, file: JobFile) -> None:
+        """Remove the whole job, and return when its hosts have ended. Raises JobError with the names of the rest."""
+
+    def _scale(self, file: JobFile, mesh: str, count: int) -> None:  # noqa: ARG002
+        """Ask the scheduler for another number of hosts of a mesh."""
+        raise JobError(f"a {type(self).__name__} cannot be resized after it was submitted")
+
+    # ---- of all
+
+    def _plans(self) -> list[Plan]:
+        return [Plan(mesh, index, "", ()) for mesh, count in self._sizes().items() for index in range(count)]
+
+    def apply(self, timeout: float = READY_TIMEOUT_S, *, wait: bool = True) -> None:
+        """Submit the job unless it was submitted before, and return when all hosts listen.
+
+        With ``wait=False`` return after the submission; `state` waits then. What the hosts wait for is logged when it
+        changes, in the scheduler's words.
+
+        Raises JobError, with these reasons, if the job is refused, if a host cannot start, or if not all hosts listen
+        within ``timeout`` seconds. A job that was submitted stays then: `kill` removes it. Raises ValueError for a job
+        without hosts or a negative timeout.
+        """
+        until = time.monotonic() + check_bounded(timeout)
+        if not self._plans():
+            raise ValueError("the job has no hosts: give it some")
+        with state_file.locked(self.path):
+            file = self._own_file()
+            if not file.submitted:
+                self._submit_new(file)
+        if wait:
+            self._wait_until_up(file.id, until)
+
+    def _submit_new(self, file: JobFile) -> None:
+        # The file is written before the job is submitted, and tells by its id what to remove if this program dies now.
+        state_file.write(self.path, file)
+        try:
+            file.submitted = self._submit(file, read_secret(Path(file.secret_file)))
+        except BaseException:
+            self._forget(file)
+            raise
+        state_file.write(self.path, file)
+
+    def _wait_until_up(self, job: str, until: float) -> None:
+        """Wait until all hosts listen, and write their addresses to the file. Meanwhile `kill` can end the job."""
+        logged: list[str] = []
+        while True:
+            file = self._read()
+            if file is None or file.id != job:
+                raise JobError(f"job {self.name!r} was ended while this program waited for its hosts")
+            replicas = self._known(file)
+            waiting = [each for each in replicas if each.state not in ("up", "ending")]
+            if not waiting:
+                break
+            reasons = [str(each.status) for each in waiting]
+            if any(each.is_final for each in waiting):
+                raise JobError(f"job {self.name!r} cannot run: {'; '.join(reasons)}")
+            if time.monotonic() > until:
+                raise JobError(f"job {self.name!r}: not all hosts run in time: {'; '.join(reasons)}")
+            if reasons != logged:
+                logged = reasons
+                log.info("job %s waits: %s", self.name, "; ".join(reasons))
+            self._wait_for_change(min(POLL_INTERVAL_S, max(0.0, until - time.monotonic())))
+        hosts = [each.entry for each in replicas]
+        if hosts != file.hosts:
+            with state_file.locked(self.path):
+                file = self._read()
+                if file is not None and file.id == job:
+                    file.hosts = hosts
+                    state_file.write(self.path, file)
+
+    def _known(self, file: JobFile) -> list[Replica]:
+        """Return a replica for each host of the description, in its order."""
+        found = {(each.mesh, each.index): each for each in self._find(file)}
+        return [
+            found.get((plan.mesh, plan.index), Replica(plan.mesh, plan.index, "pending", reason="not created yet"))
+            for plan in self._plans()
+        ]
+
+    def state(self, timeout: float = READY_TIMEOUT_S, **options: Any) -> JobState:
+        """Attach the hosts as `Job.state` does, after all listen. Hosts that were replaced get their new addresses."""
+        until = time.monotonic() + check_bounded(timeout)
+        file = self._read() if options.get("cached_path") is None else None
+        if file is not None and file.submitted:
+            self._wait_until_up(file.id, until)
+        return super().state(max(1.0, until - time.monotonic()), **options)
+
+    def status(self) -> list[HostStatus]:
+        """Return the status of each host, with the scheduler's reason. Raises JobError if it cannot be asked."""
+        file = self._read()
+        if file is None or not file.submitted:
+            return [HostStatus(plan.mesh, plan.index, "not started") for plan in self._plans()]
+        return [each.status for each in self._known(file)]
+
+    def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
+        file = self._read()
+        found = {} if file is None else {each.incarnation: each.state for each in self._find(file)}
+        return [found.get(host.incarnation, "gone") for host in hosts]
+
+    def _who_is_gone(self, file: JobFile) -> str:
+        gone = [str(each.status) for each in self._known(file) if each.state != "up"]
+        return f": {'; '.join(gone)}" if gone else ""
+
+    def _end_surplus(self, file: JobFile, mesh: str, count: int) -> None:
+        self._scale(file, mesh, count)
+
+    def _start_missing(self, file: JobFile, plans: Sequence[Plan], until: float) -> None:
+        """Do nothing: the scheduler starts hosts by itself."""
+
+    def resize(self, mesh: str, count: int, timeout: float = READY_TIMEOUT_S) -> None:
+        """Ask the scheduler for ``count`` hosts of a mesh, as `Job.resize`, and wait until all hosts listen."""
+        until = time.monotonic() + check_bounded(timeout)
+        super().resize(mesh, count)
+        file = self._read()
+        if file is not None and file.submitted:
+            self._wait_until_up(file.id, until)
+
+    def _end_all(self, file: JobFile) -> None:
+        self._remove(file)

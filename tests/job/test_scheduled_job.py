@@ -1,0 +1,229 @@
+"""ScheduledJob on a scheduler in memory: submission, waiting with reasons, failures in between, resize, watch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from monarch_backend._job import state_file
+from monarch_backend._job.scheduled import Replica, ScheduledJob
+from monarch_backend._job.state_file import JobFile
+from monarch_backend.job import Job, JobError
+
+
+class Scheduler:
+    """What the jobs of a test have submitted. ``states`` has (state, reason, is_final) of hosts that are not up."""
+
+    def __init__(self) -> None:
+        self.submitted: dict[str, dict[str, int]] = {}
+        self.states: dict[tuple[str, int], tuple[str, str, bool]] = {}
+        self.starts: dict[tuple[str, int], int] = {}
+        self.refusal = ""
+        self.asked = threading.Event()
+
+
+class MemoryJob(ScheduledJob):
+    kind: ClassVar[str] = "memory"
+    scheduler: ClassVar[Scheduler]
+
+    def __init__(self, meshes: Mapping[str, int], name: str = "job", path: Path | None = None) -> None:
+        super().__init__(name, path)
+        self._meshes = dict(meshes)
+
+    def _sizes(self) -> Mapping[str, int]:
+        return self._meshes
+
+    def _set_size(self, mesh: str, count: int) -> None:
+        self._meshes[mesh] = count
+
+    def _description(self) -> dict[str, Any]:
+        return {"meshes": self._meshes}
+
+    def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:
+        assert secret
+        self.scheduler.submitted[file.id] = dict(self._meshes)
+        if self.scheduler.refusal:
+            del self.scheduler.submitted[file.id]
+            raise JobError(self.scheduler.refusal)
+        return {"number": len(self.scheduler.submitted)}
+
+    def _find(self, file: JobFile) -> Sequence[Replica]:
+        found = []
+        for mesh, count in self.scheduler.submitted.get(file.id, {}).items():
+            for index in range(count):
+                state, reason, is_final = self.scheduler.states.get((mesh, index), ("up", "", False))
+                start = f"{mesh}-{index}-{self.scheduler.starts.get((mesh, index), 0)}"
+                address = "tcp://127.0.0.1:1" if state == "up" else ""
+                found.append(Replica(mesh, index, state, start, f"pod-{index}", address, "", reason, is_final))
+        self.scheduler.asked.set()
+        return found
+
+    def _scale(self, file: JobFile, mesh: str, count: int) -> None:
+        self.scheduler.submitted[file.id][mesh] = count
+
+    def _remove(self, file: JobFile) -> None:
+        self.scheduler.submitted.pop(file.id, None)
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    MemoryJob.scheduler = Scheduler()
+    return MemoryJob.scheduler
+
+
+@pytest.fixture
+def job(scheduler: Scheduler, tmp_path: Path) -> Iterator[MemoryJob]:
+    job = MemoryJob({"trainers": 2}, path=tmp_path / "job.json")
+    yield job
+    job.kill()
+
+
+def content(job: Job) -> JobFile:
+    file = state_file.read(job.path)
+    assert file is not None
+    return file
+
+
+def test_apply_submits_once_and_writes_addresses(job: MemoryJob, scheduler: Scheduler) -> None:
+    assert not job.active
+    job.apply()
+    Job.load(job.path).apply()
+    assert job.active
+    assert list(scheduler.submitted.values()) == [{"trainers": 2}]
+    assert [(host.index, host.where, host.process) for host in content(job).hosts] == [
+        (0, "pod-0", None), (1, "pod-1", None),
+    ]  # fmt: skip
+
+
+def test_kill_removes_the_job_and_its_files(job: MemoryJob, scheduler: Scheduler) -> None:
+    job.apply()
+    secret = Path(content(job).secret_file)
+    assert secret.exists()
+    Job.load(job.path).kill()
+    assert not scheduler.submitted
+    assert not job.path.exists()
+    assert not secret.exists()
+    assert [each.state for each in job.status()] == ["not started"] * 2
+
+
+def test_refused_submission_leaves_nothing(job: MemoryJob, scheduler: Scheduler) -> None:
+    scheduler.refusal = "quota of cpus is used up"
+    with pytest.raises(JobError, match="quota of cpus"):
+        job.apply()
+    assert not job.path.exists()
+    assert not scheduler.submitted
+
+
+def test_wait_is_logged_and_its_timeout_names_the_reasons(
+    job: MemoryJob, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler.states["trainers", 1] = "pending", "0/3 nodes have 8 GPUs", False
+    with caplog.at_level(logging.INFO, "monarch_backend"), pytest.raises(JobError, match="not all hosts run in time"):
+        job.apply(timeout=0.1)
+    assert "trainers[1]: pending (0/3 nodes have 8 GPUs)" in caplog.text
+    assert job.active  # it stays submitted, and may start later
+    del scheduler.states["trainers", 1]
+    job.apply(timeout=5)
+    assert [each.state for each in job.status()] == ["up", "up"]
+
+
+def test_host_that_cannot_start_ends_the_wait_at_once(job: MemoryJob, scheduler: Scheduler) -> None:
+    scheduler.states["trainers", 0] = "gone", "the image does not exist", True
+    with pytest.raises(JobError, match=r"cannot run: trainers\[0\]: gone \(the image does not exist\)"):
+        job.apply(timeout=60)
+
+
+def test_kill_from_another_thread_ends_the_wait(job: MemoryJob, scheduler: Scheduler) -> None:
+    scheduler.states["trainers", 0] = "pending", "the queue is long", False
+    errors: list[Exception] = []
+
+    def apply() -> None:
+        try:
+            job.apply(timeout=60)
+        except JobError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=apply)
+    waiting.start()
+    assert scheduler.asked.wait(30)
+    Job.load(job.path).kill()
+    waiting.join(30)
+    assert "was ended while this program waited" in str(errors[0])
+
+
+def test_program_that_died_while_it_submitted_left_a_job_that_kill_removes(
+    job: MemoryJob, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[JobFile] = []
+
+    def submit_and_die(file: JobFile, secret: bytes) -> dict[str, Any]:
+        MemoryJob._submit(job, file, secret)
+        files.append(content(job))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "_submit", submit_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        job.apply()
+    [file] = files
+    state_file.write(job.path, file)  # a killed program removes nothing
+    Path(file.secret_file).write_bytes(b"ab" * 16 + b"\n")
+    Path(file.secret_file).chmod(0o600)
+    Job.load(job.path).kill()
+    assert not scheduler.submitted
+    assert not job.path.exists()
+
+
+def test_replaced_host_gets_a_new_entry(job: MemoryJob, scheduler: Scheduler) -> None:
+    job.apply()
+    before = content(job).hosts
+    scheduler.starts["trainers", 1] = 1
+    job.apply()
+    after = content(job).hosts
+    assert before[0] == after[0]
+    assert (before[1].incarnation, after[1].incarnation) == ("trainers-1-0", "trainers-1-1")
+
+
+def test_resize_asks_the_scheduler_and_another_program_sees_it(job: MemoryJob, scheduler: Scheduler) -> None:
+    job.apply()
+    job.resize("trainers", 4)
+    assert list(scheduler.submitted.values()) == [{"trainers": 4}]
+    assert len(content(job).hosts) == len(Job.load(job.path).status()) == 4
+    job.resize("trainers", 1)
+    assert [host.index for host in content(job).hosts] == [0]
+
+
+def test_resize_refuses_wrong_numbers_and_names(job: MemoryJob) -> None:
+    for count in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="not a number of hosts"):
+            job.resize("trainers", count)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no mesh 'loaders'; it has trainers"):
+        job.resize("loaders", 2)
+
+
+def test_watch_yields_changes_until_the_job_ends(job: MemoryJob, scheduler: Scheduler) -> None:
+    job.apply()
+    changes = job.watch(interval=0.01)
+    assert [str(next(changes)), str(next(changes))] == ["trainers[0]: up", "trainers[1]: up"]
+    scheduler.states["trainers", 1] = "ending", "the time limit is in 60 s", False
+    assert str(next(changes)) == "trainers[1]: ending (the time limit is in 60 s)"
+    job.kill()
+    assert [str(each) for each in changes] == ["trainers[0]: not started", "trainers[1]: not started"]
+
+
+def test_dump_of_a_job_that_does_not_run_starts_it_elsewhere(
+    job: MemoryJob, scheduler: Scheduler, tmp_path: Path
+) -> None:
+    job.dump(tmp_path / "copy.json")
+    copy = Job.load(tmp_path / "copy.json")
+    assert copy.can_run(job)
+    assert not copy.active
+    copy.apply()
+    assert copy.active
+    assert not job.active
+    copy.kill()
+    assert not scheduler.submitted
