@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._job import state_file
 from monarch_backend._job.base import Plan
 from monarch_backend._job.host_launcher import ARGUMENTS
 from monarch_backend.job import Job, JobError, ProcessJob
@@ -208,3 +209,44 @@ def test_a_host_that_can_not_listen(tmp_path: Path) -> None:
     job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={"MONARCH_TLS": "perhaps"})
     with pytest.raises(JobError, match=r"trainers\[0\] has ended .*: monarch-backend up: MONARCH_TLS='perhaps'"):
         job.apply()
+
+
+def test_resize_starts_and_ends_hosts(tmp_path: Path) -> None:
+    with new_mark() as mark:
+        job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={MARK: mark})
+        job.apply()
+        try:
+            [first] = pids(job)
+            job.resize("trainers", 3)
+            assert pids(job)[0] == first
+            assert [host.state for host in Job.load(job.path).status()] == ["up"] * 3
+            last = state_file.read(job.path).hosts[2].daemon  # type: ignore[union-attr]
+            job.resize("trainers", 2)
+            assert len(pids(job)) == 2
+            assert not last.runs()
+            assert len(in_program(sizes, job.path)) == 2
+        finally:
+            job.kill()
+
+
+def sizes(path: Path) -> Any:
+    procs = Job.load(path).state().trainers.spawn_procs({"gpus": 1})
+    result = list(procs.spawn("where", Where).host.call().get(30).values())
+    procs.stop().get(30)
+    return result
+
+
+def test_state_with_a_cached_path_starts_hosts_once(tmp_path: Path) -> None:
+    with new_mark() as mark:
+        job = ProcessJob({"trainers": 1}, env={MARK: mark})
+        try:
+            assert in_program(cached, tmp_path / "job.json", mark) == in_program(cached, tmp_path / "job.json", mark)
+        finally:
+            Job.load(tmp_path / "job.json").kill()
+        assert not job.active
+
+
+def cached(path: Path, mark: str) -> Any:
+    job = ProcessJob({"trainers": 1}, env={MARK: mark})
+    job.state(30, cached_path=path)
+    return pids(job)
