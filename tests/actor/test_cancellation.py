@@ -649,6 +649,7 @@ def test_interrupted_get_says_what_still_runs() -> None:
 
 
 def test_interrupted_cell_cancels_its_own_calls() -> None:
+    pytest.importorskip("IPython")
     cells = [
         PROGRAM,
         "before = second.sleep.call_one()",
