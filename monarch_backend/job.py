@@ -13,6 +13,7 @@ from monarch_backend._job.base import HostStatus, Job, JobState
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.local import LocalJob
 from monarch_backend._job.process import ProcessJob
+from monarch_backend._job.ray_cluster import RayJob
 from monarch_backend._job.spmd import SPMDJob, host_mesh_from_env
 from monarch_backend._job.ssh import SSHJob
 
@@ -23,6 +24,7 @@ __all__ = [
     "JobState",
     "LocalJob",
     "ProcessJob",
+    "RayJob",
     "SPMDJob",
     "SSHJob",
     "host_mesh_from_env",

@@ -25,6 +25,7 @@ CLIENTS = {
     "lightning": ["lightning"],
     "models": ["transformers", "peft"],
     "ray": ["ray[train]"],
+    "ray_job": ["ray"],
     "torchmetrics": ["torchmetrics"],
     "torchtitan": ["torchtitan", "triton"],  # its models import triton
     "transformers": ["transformers", "accelerate"],

@@ -107,6 +107,10 @@ class Launch:
             raise JobError(f"{self.label} ended while it was noted{self._why()}")
         self.close()
 
+    def wait(self) -> int:
+        """Return the exit code when the host has ended."""
+        return self._process.wait()
+
     def let_go(self) -> None:
         """Close the host's standard input. The host ends unless it was told to stay."""
         self._in.close()

@@ -157,7 +157,10 @@ class ScheduledJob(Job):
         ]
 
     def state(self, timeout: float = READY_TIMEOUT_S, **options: Any) -> JobState:
-        """Attach the hosts as `Job.state` does, after all listen. Hosts that were replaced get their new addresses."""
+        """Wait until all hosts listen, and attach them as `Job.state` does. A replaced host has its new address.
+
+        Raises JobError as `apply` and `Job.state` do, after ``timeout`` seconds at most.
+        """
         until = time.monotonic() + check_bounded(timeout)
         file = self._read() if options.get("cached_path") is None else None
         if file is not None and file.submitted:
@@ -187,7 +190,10 @@ class ScheduledJob(Job):
         """Do nothing: the scheduler starts hosts by itself."""
 
     def resize(self, mesh: str, count: int, timeout: float = READY_TIMEOUT_S) -> None:
-        """Ask the scheduler for ``count`` hosts of a mesh, as `Job.resize`, and wait until all hosts listen."""
+        """Ask the scheduler for ``count`` hosts of a mesh, and wait until all hosts listen, as `Job.resize` does.
+
+        Raises ValueError and JobError as `Job.resize` does. ``timeout`` is in seconds.
+        """
         until = time.monotonic() + check_bounded(timeout)
         super().resize(mesh, count)
         file = self._read()

@@ -1,0 +1,287 @@
+"""`RayJob`: hosts on the nodes of a Ray cluster that exists. Each host is the child of a Ray actor.
+
+The actors are in one placement group. Ray restarts an actor whose node is lost on another node, and the host then has a
+new address. Ray carries the job's secret to the actors. All other messages and tensors take this package's connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from monarch_backend._core.errors import first_line
+from monarch_backend._job.base import Plan, check_mesh_name
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.host_launcher import ARGUMENTS, Launch
+from monarch_backend._job.scheduled import Replica, ScheduledJob
+from monarch_backend._job.state_file import JobFile
+
+NAMESPACE = "monarch_backend"
+"""Ray's namespace of the actors, so that a second program finds them in whatever namespace it is."""
+STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
+ANSWER_TIMEOUT_S = 2.0
+"""Seconds for the actors of running hosts to tell their addresses."""
+HOST_START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 10.0
+
+
+class HostInfo(NamedTuple):
+    """A running host: its address, its node, and the identity of this start."""
+
+    address: str
+    node: str
+    incarnation: str
+
+
+class RayHost:
+    """Ray actor that runs a host as its child. The host ends with the actor's process, and that with the host.
+
+    Ray restarts the actor then. A host that cannot start is an error of `info`, and is not started again.
+    """
+
+    def __init__(self, label: str, secret: str) -> None:
+        import ray
+
+        node = ray.util.get_node_ip_address()
+        command = [sys.executable, "-m", "monarch_backend.cli", *ARGUMENTS, "--address", f"{node}:0"]
+        self._launch: Launch | None = None
+        try:
+            self._launch = Launch(label, command, bytes.fromhex(secret))
+            up = self._launch.ready(time.monotonic() + HOST_START_TIMEOUT_S)
+        except JobError as error:
+            self._info: HostInfo | JobError = error
+            return
+        self._info = HostInfo(up.address, node, uuid.uuid4().hex)
+        threading.Thread(target=self._end_with_host, name="monarch-host", daemon=True).start()
+
+    def _end_with_host(self) -> None:
+        assert self._launch is not None
+        code = self._launch.wait()
+        print(f"monarch_backend: the host has ended (exit {code})", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def info(self) -> HostInfo:
+        """Return where the host listens. Raises JobError if it could not start."""
+        if isinstance(self._info, JobError):
+            raise self._info
+        return self._info
+
+    def end(self) -> None:
+        """End the host, and the actor's process with it."""
+        if self._launch is not None:
+            self._launch.give_up()
+
+
+class RayJob(ScheduledJob):
+    """Meshes of hosts in a Ray cluster: ``meshes`` has the number of hosts of each.
+
+    Each host takes ``resources_per_host``, such as ``{"CPU": 8, "GPU": 8}``, from its node. ``strategy`` is Ray's
+    strategy of a placement group; the default puts each host on a node of its own. ``address`` is that of `ray.init`:
+    "auto", "HOST:PORT", or "ray://HOST:PORT". A program that has called `ray.init` before keeps its connection.
+    ``runtime_env`` is Ray's, and must have this package. The hosts run until `kill`. With ``tether`` they also end with
+    the program that has started them, even if it is killed.
+
+    Needs the package ray. Messages between hosts are encrypted, but Ray carries the job's secret to them. Use a cluster
+    that only trusted users reach, or give it Ray's TLS.
+
+    Raises ValueError for an invalid name, number, resource or strategy.
+
+    >>> from monarch_backend.job import RayJob
+    >>> job = RayJob({"trainers": 2}, resources_per_host={"CPU": 8, "GPU": 8})
+    >>> [str(host) for host in job.status()]
+    ['trainers[0]: not started', 'trainers[1]: not started']
+    """
+
+    kind: ClassVar[str] = "ray"
+
+    def __init__(
+        self, meshes: Mapping[str, int], *, resources_per_host: Mapping[str, float] | None = None,
+        strategy: str = "STRICT_SPREAD", address: str = "auto", runtime_env: Mapping[str, Any] | None = None,
+        tether: bool = False, name: str = "job", path: str | os.PathLike[str] | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, path, secret_file)
+        for mesh, count in meshes.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"mesh {mesh!r}: {count!r} is not a number of hosts; give 1 or more")
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
+        self._meshes = {check_mesh_name(mesh): count for mesh, count in meshes.items()}
+        self._resources = {"CPU": 1} if resources_per_host is None else dict(resources_per_host)
+        for resource, amount in self._resources.items():
+            if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not amount > 0:
+                raise ValueError(f"resource {resource!r}: {amount!r} is not an amount above 0")
+        if not self._resources:
+            raise ValueError("resources_per_host has no resource: a host without one has no place")
+        self._strategy, self._address, self._tether = strategy, address, tether
+        self._runtime_env = None if runtime_env is None else dict(runtime_env)
+
+    def _sizes(self) -> Mapping[str, int]:
+        return self._meshes
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "meshes": self._meshes, "resources_per_host": self._resources, "strategy": self._strategy,
+            "address": self._address, "runtime_env": self._runtime_env, "tether": self._tether,
+        }  # fmt: skip
+
+    def _ray(self) -> Any:
+        """Return the module ray, connected to the cluster."""
+        try:
+            import ray
+        except ImportError as error:
+            raise JobError(f"a RayJob needs the package ray (pip install ray): {error}") from None
+        if not ray.is_initialized():
+            try:
+                ray.init(self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
+            except Exception as error:  # Ray raises many kinds
+                raise JobError(f"no Ray cluster at {self._address!r}: {first_line(error)}") from error
+        return ray
+
+    def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:
+        ray = self._ray()
+        try:
+            group = ray.util.placement_group(
+                [dict(self._resources)] * len(self._plans()), self._strategy, name=_group_name(file),
+                lifetime=self._lifetime,
+            )  # fmt: skip
+            # Ray warns that an actor ends with its placement group, which is intended here.
+            with _without_warnings("ray.actor"):
+                for bundle, plan in enumerate(self._plans()):
+                    actor_class = self._actor_class(ray, _actor_name(file, plan), group, bundle)
+                    actor = actor_class.remote(plan.label, secret.hex())
+                    if self._tether:
+                        _tethered.append(actor)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self._remove(file)
+            raise JobError(f"Ray refuses job {self.name!r}: {first_line(error)}") from error
+        return {"placement_group": _group_name(file)}
+
+    @property
+    def _lifetime(self) -> str | None:
+        return None if self._tether else "detached"
+
+    def _actor_class(self, ray: Any, name: str, group: Any, bundle: int) -> Any:
+        """Return the class of the actor for a bundle of the placement group."""
+        rest = dict(self._resources)
+        return ray.remote(RayHost).options(
+            name=name, namespace=NAMESPACE, lifetime=self._lifetime, max_restarts=-1,
+            num_cpus=rest.pop("CPU", 0), num_gpus=rest.pop("GPU", 0), memory=rest.pop("memory", None), resources=rest,
+            runtime_env=self._runtime_env,
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=bundle
+            ),
+        )  # fmt: skip
+
+    def _find(self, file: JobFile) -> Sequence[Replica]:
+        ray = self._ray()
+        group = _group(ray, file)
+        if group is None:
+            return [
+                Replica(p.mesh, p.index, "gone", reason="its placement group was removed", is_final=True)
+                for p in self._plans()
+            ]
+        if group[1] == "PENDING":
+            reason = f"{group[2]}: each host takes {self._resources} with {self._strategy}, and {_free(ray)}"
+            return [_pending(plan, reason) for plan in self._plans()]
+        restart = "its Ray actor restarts"
+        if group[1] == "RESCHEDULING":
+            restart = f"its node was lost: it takes {self._resources} of another node, and {_free(ray)}"
+        asked: dict[Any, Plan] = {}
+        found: list[Replica] = []
+        for plan, actor in self._actors(ray, file):
+            if actor is None:
+                found.append(Replica(plan.mesh, plan.index, "gone", reason="its Ray actor has ended", is_final=True))
+            else:
+                asked[actor.info.remote()] = plan
+        answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S) if asked else ([], [])
+        found += [_pending(asked[each], "its Ray actor starts") for each in late]
+        return [*found, *(_answer(ray, each, asked[each], restart) for each in answered)]
+
+    def _actors(self, ray: Any, file: JobFile) -> Iterator[tuple[Plan, Any]]:
+        """Yield the actor of each host, None where Ray has none."""
+        for plan in self._plans():
+            try:
+                yield plan, ray.get_actor(_actor_name(file, plan), namespace=NAMESPACE)
+            except ValueError:
+                yield plan, None
+
+    def _remove(self, file: JobFile) -> None:
+        ray = self._ray()
+        actors = [actor for _, actor in self._actors(ray, file) if actor is not None]
+        ends = [each.end.remote() for each in actors]
+        if ends:
+            ray.wait(ends, num_returns=len(ends), timeout=END_TIMEOUT_S)
+        for each in actors:
+            ray.kill(each, no_restart=True)
+        if (group := _group(ray, file)) is not None:
+            ray.util.remove_placement_group(group[0])
+        until = time.monotonic() + END_TIMEOUT_S
+        while left := [plan.label for plan, actor in self._actors(ray, file) if actor is not None]:
+            if time.monotonic() > until:
+                raise JobError(f"not ended: {', '.join(left)}")
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _without_warnings(logger: str) -> Iterator[None]:
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+_tethered: list[Any] = []
+"""Actors of tethered jobs. Ray ends them when this program has no handle of them."""
+
+
+def _group_name(file: JobFile) -> str:
+    return f"monarch-{file.id}"
+
+
+def _actor_name(file: JobFile, plan: Plan) -> str:
+    return f"monarch-{file.id}-{plan.mesh}-{plan.index}"
+
+
+def _group(ray: Any, file: JobFile) -> tuple[Any, str, str] | None:
+    """Return the placement group of a job, its state and its scheduling state. None if it was removed."""
+    from ray.util.placement_group import PlacementGroup
+
+    for number, entry in ray.util.placement_group_table().items():
+        if entry["name"] == _group_name(file) and entry["state"] != "REMOVED":
+            group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
+            return group, entry["state"], entry["stats"]["scheduling_state"]
+    return None
+
+
+def _free(ray: Any) -> str:
+    free = {key: amount for key, amount in ray.available_resources().items() if ":" not in key}
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    return f"{nodes} nodes have {free} free in all"
+
+
+def _pending(plan: Plan, reason: str) -> Replica:
+    return Replica(plan.mesh, plan.index, "pending", reason=reason)
+
+
+def _answer(ray: Any, reference: Any, plan: Plan, restart: str) -> Replica:
+    try:
+        info: HostInfo = ray.get(reference)
+    except ray.exceptions.ActorUnavailableError:
+        return _pending(plan, restart)
+    except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+        cause = getattr(error, "cause", None)
+        reason = str(cause) if isinstance(cause, JobError) else str(error).strip().splitlines()[-1]
+        return Replica(plan.mesh, plan.index, "gone", reason=reason, is_final=True)
+    return Replica(plan.mesh, plan.index, "up", info.incarnation, info.node, info.address)

@@ -1,0 +1,240 @@
+"""RayJob on a Ray cluster of three nodes of this machine: hosts, reasons, lost nodes, killed hosts, nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from monarch_backend.actor import Actor, current_rank, endpoint
+from monarch_backend.job import Job, JobError, RayJob
+from tests.clients.programs import needs
+from tests.job.support import in_program
+from tests.support.ranks import KEPT_PIDS
+from tests.support.waiting import wait_until
+
+pytestmark = needs("ray")
+
+
+class Counter(Actor):
+    """Actor with a number for each rank."""
+
+    @endpoint
+    def rank(self) -> int:
+        return int(current_rank().rank)
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+cluster.wait_for_nodes()
+print(cluster.address, flush=True)
+for line in sys.stdin:
+    if line == "lose\\n":
+        cluster.remove_node(nodes.pop())
+    else:
+        nodes.append(cluster.add_node(num_cpus=1))
+    print("done", flush=True)
+cluster.shutdown()
+"""
+"""Program with three nodes, which loses and adds one when it is told so. It ends with its standard input."""
+
+
+class RayCluster:
+    """A Ray cluster of three nodes, in a process of its own."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        KEPT_PIDS.add(self.process.pid)
+        self.address = self._answer()
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, "the cluster has ended"
+        return line
+
+    def lose_node(self) -> None:
+        self._tell("lose")
+
+    def add_node(self) -> None:
+        self._tell("add")
+
+    def _tell(self, what: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        self._answer()
+
+    def close(self) -> None:
+        self.process.communicate(timeout=60)
+        KEPT_PIDS.discard(self.process.pid)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    # Ray's sockets are in this folder. The path of a socket has at most 107 bytes, so tmp_path is too long.
+    folder = tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True)
+    with folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_TMPDIR", folder.name)
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the actors' class is in this package
+        cluster = RayCluster()
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path, ray_cluster: RayCluster) -> Iterator[Callable[..., RayJob]]:
+    before = daemons()
+    yield functools.partial(RayJob, address=ray_cluster.address, path=tmp_path / "job.json")
+    with contextlib.suppress(JobError):
+        in_program(Job.load(tmp_path / "job.json").kill)
+    wait_until(lambda: daemons() <= before)
+
+
+def daemons() -> set[int]:
+    """Return the pids of hosts that Ray's workers have started."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        if "--exit-with-stdin" in (process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(process.info["ppid"]).name().startswith("ray::"):
+                    found.add(process.pid)
+    return found
+
+
+def ranks(job: Job) -> list[int]:
+    procs = job.state(60).trainers.spawn_procs({"gpus": 1})
+    result = sorted(procs.spawn("counter", Counter).rank.call().get(60).values())
+    procs.stop().get(60)
+    return result
+
+
+def test_meshes_of_three_nodes_and_nothing_left(job: Callable[..., RayJob]) -> None:
+    def program() -> None:
+        import ray
+
+        before = daemons()
+        ray.init(job({"trainers": 1})._address, namespace="of the user", log_to_driver=False)
+        mine = job({"trainers": 3})
+        mine.apply()
+        assert len(daemons() - before) == 3
+        assert ranks(mine) == ranks(Job.load(mine.path)) == [0, 1, 2]
+        assert [each.state for each in mine.status()] == ["up"] * 3
+        mine.kill()
+        wait_until(lambda: daemons() == before)
+        assert all(each["state"] == "REMOVED" for each in ray.util.placement_group_table().values())
+
+    in_program(program, timeout=120)
+
+
+def test_second_program_uses_and_ends_the_job(job: Callable[..., RayJob]) -> None:
+    before = daemons()
+    mine = job({"trainers": 2})
+    in_program(mine.apply)
+    assert len(daemons() - before) == 2
+    assert in_program(lambda: ranks(Job.load(mine.path))) == [0, 1]
+    in_program(Job.load(mine.path).kill)
+    wait_until(lambda: daemons() == before)
+
+
+def test_too_many_hosts_wait_with_the_reason(job: Callable[..., RayJob]) -> None:
+    def program() -> str:
+        with pytest.raises(JobError) as caught:
+            job({"trainers": 9}).apply(timeout=3)
+        job({"trainers": 9}).kill()
+        return str(caught.value)
+
+    text = in_program(program)
+    assert re.search(r"trainers\[0\]: pending \(\w+: each host takes .*3 nodes have .*CPU", text)
+    assert not job({"trainers": 9}).path.exists()
+
+
+def test_killed_host_gets_a_new_incarnation(job: Callable[..., RayJob]) -> None:
+    def program() -> list[int]:
+        before = daemons()
+        mine = job({"trainers": 1})
+        mine.apply()
+        address = mine.status()[0].address
+        [pid] = daemons() - before
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: mine.status()[0].address not in ("", address))
+        return ranks(mine)
+
+    assert in_program(program, timeout=120) == [0]
+
+
+def test_host_of_a_lost_node_starts_on_a_new_node(job: Callable[..., RayJob], ray_cluster: RayCluster) -> None:
+    mine = job({"trainers": 3})
+
+    def apply_and_lose() -> None:
+        mine.apply()
+        ray_cluster.lose_node()
+        wait_until(lambda: any("its node was lost" in each.reason for each in mine.status()))
+
+    in_program(apply_and_lose, timeout=120)
+    ray_cluster.add_node()
+    assert in_program(lambda: ranks(mine), timeout=120) == [0, 1, 2]
+
+
+def test_tethered_job_ends_with_its_killed_program(job: Callable[..., RayJob]) -> None:
+    before = daemons()
+    mine = job({"trainers": 2}, tether=True)
+    text = f"""
+import sys
+from monarch_backend.job import RayJob
+
+RayJob({{"trainers": 2}}, address={mine._address!r}, tether=True, path={str(mine.path)!r}).apply()
+print("up", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        assert len(daemons() - before) == 2
+        process.kill()
+    wait_until(lambda: daemons() == before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"meshes": {"trainers": 0}}, "not a number of hosts"),
+        ({"meshes": {"trainers": 1}, "strategy": "AROUND"}, "not one of STRICT_SPREAD"),
+        ({"meshes": {"trainers": 1}, "resources_per_host": {"CPU": -1}}, "not an amount above 0"),
+        ({"meshes": {"trainers": 1}, "resources_per_host": {}}, "has no place"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RayJob(**arguments)
+
+
+def test_example_calls_a_mesh_from_a_driver(ray_cluster: RayCluster) -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/frameworks/ray_job.py", "2"], env={**os.environ, "RAY_ADDRESS": ray_cluster.address},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.splitlines())[-1] == "step 2 {'hosts': 1, 'gpus': 1} [8.0, 8.0]"
