@@ -5,7 +5,6 @@ from __future__ import annotations
 import bdb
 import contextlib
 import os
-import pdb
 import socket
 import sys
 import threading
@@ -13,8 +12,8 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from monarch_backend._core.package_folder import PACKAGE_FOLDER
 from monarch_backend._processes.debugging import channel
+from monarch_backend._processes.debugging.user_code import UserCodePdb, is_of_package
 from monarch_backend._telemetry import kinds, recorder
 
 _here = threading.local()
@@ -43,7 +42,7 @@ def post_mortem(error: BaseException) -> None:
     if isinstance(error, bdb.BdbQuit):
         return
     trace = error.__traceback__
-    while trace is not None and _is_of_package(trace.tb_frame):
+    while trace is not None and is_of_package(trace.tb_frame):
         trace = trace.tb_next  # the callers of the endpoint
     if trace is None or channel.is_ending():
         return
@@ -54,7 +53,7 @@ def post_mortem(error: BaseException) -> None:
     debugger.interaction(None, trace)
 
 
-class RemotePdb(pdb.Pdb):
+class RemotePdb(UserCodePdb):
     """Debugger of one thread. It steps over functions of this package, and ends where the endpoint returns."""
 
     after = ""
@@ -72,7 +71,7 @@ class RemotePdb(pdb.Pdb):
         self._over: str | None = None
         self._place, self._since = ("", 0, ""), 0.0
         self._caller: FrameType | None = None  # of the endpoint
-        skip = None if _is_of_package(frame) else ["monarch_backend", "monarch_backend.*"]
+        skip = None if is_of_package(frame) else ["monarch_backend", "monarch_backend.*"]
         super().__init__(stdin=self._channel, stdout=self._channel, skip=skip, nosigint=True, readrc=False)  # type: ignore[arg-type]
         self.use_rawinput = False
 
@@ -108,16 +107,6 @@ class RemotePdb(pdb.Pdb):
             recorder.end_activity(cell, int(kinds.Status.OK))
             recorder.release_cell(cell)
             self._finish()
-
-    def setup(self, f: FrameType | None, tb: Any) -> Any:
-        """Select the innermost frame of the user's code."""
-        done = super().setup(f, tb)
-        users = [index for index, (frame, _) in enumerate(self.stack) if not _is_of_package(frame)]
-        if tb is not None and users and self.curindex != users[-1]:
-            self.curindex = users[-1]
-            self.curframe = self.stack[self.curindex][0]
-            self.curframe_locals = self.curframe.f_locals
-        return done
 
     def set_continue(self) -> None:
         """Go on to the next breakpoint. Without breakpoints of this debugger, it ends."""
@@ -190,23 +179,13 @@ class RemotePdb(pdb.Pdb):
         """interact: not available here, because code.interact reads the terminal of the process."""
         self.error("interact needs a terminal of the process: use statements, such as !x = 1")
 
-    def do_run(self, _arg: str) -> None:
-        """run: not available here."""
-        self.error("the program cannot be restarted from here")
-
-    do_restart: Any = do_run
-
-
-def _is_of_package(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(PACKAGE_FOLDER)
-
 
 def _caller(frame: FrameType | None) -> FrameType | None:
     """Return the frame of this package that has called the user's code, if there is one."""
-    if frame is None or _is_of_package(frame):
+    if frame is None or is_of_package(frame):
         return None
     caller: FrameType | None = frame
-    while caller is not None and not _is_of_package(caller):
+    while caller is not None and not is_of_package(caller):
         caller = caller.f_back
     return caller
 
@@ -217,7 +196,7 @@ def _place(frame: FrameType | None, traceback: Any) -> tuple[str, int, str]:
         traceback = traceback.__traceback__
     line = frame.f_lineno if frame is not None else 0
     while isinstance(traceback, TracebackType):
-        if not _is_of_package(traceback.tb_frame):
+        if not is_of_package(traceback.tb_frame):
             frame, line = traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
     frame = frame or sys._getframe()
