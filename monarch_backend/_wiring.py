@@ -48,6 +48,12 @@ def _workspace_sync() -> Any:
     return workspace_sync.sync
 
 
+def _replay_recording() -> Any:
+    from monarch_backend._replay import recording
+
+    return recording.install
+
+
 def _rdma() -> Any:
     from monarch_backend._rdma import control_rpc
 
@@ -66,5 +72,6 @@ provide("bootstrap", lambda: run_bootstrap)
 provide("actor module", _actor_module)
 provide("gateway", _gateway)
 provide("workspace sync", _workspace_sync)
+provide("replay recording", _replay_recording)
 provide("setting rdma", _rdma)
 provide("dtensor", _dtensor)

@@ -50,6 +50,7 @@ from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend._mesh.shape import Shape
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._processes.resource_limits import SpawnLimitError
+from monarch_backend._replay.replay_file import ReplayError
 from monarch_backend._serialization.pickling import DeserializationError, SerializationError
 from monarch_backend._telemetry.metrics import get_meter
 from monarch_backend._telemetry.spans import span, traced
@@ -77,6 +78,7 @@ __all__ = [
     "PortClosedError",
     "PortReceiver",
     "ProcMesh",
+    "ReplayError",
     "Restart",
     "SerializationError",
     "Shape",

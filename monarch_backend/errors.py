@@ -21,6 +21,7 @@ from monarch_backend._job.errors import JobError
 from monarch_backend._processes.resource_limits import SpawnLimitError
 from monarch_backend._processes.spawner import HostLostError
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
+from monarch_backend._replay.replay_file import ReplayError
 from monarch_backend._serialization.pickling import DeserializationError, SerializationError
 from monarch_backend._telemetry.errors import QueryError
 from monarch_backend._testing.simulator import SimulationError
@@ -78,6 +79,7 @@ __all__ = [
     "RankFailedError",
     "RemoteOpError",
     "RemoteTensorError",
+    "ReplayError",
     "ResourceLimitError",
     "SerializationError",
     "SharedMemoryError",

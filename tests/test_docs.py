@@ -149,6 +149,30 @@ def test_commands_of_the_page_on_breakpoints_print_the_shown_output(tmp_path: Pa
     assert f"The program ends with `{printed.strip()}`" in page
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="pdb shows other lines than the page")
+def test_commands_of_the_page_on_replays_print_the_shown_output(tmp_path: Path) -> None:
+    """The lines behind prompts are the input of pdb."""
+    page = (DOCS / "operate/replay.md").read_text()
+    steps = re.findall(r"^```sh\n(.*?)^```\n+```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(steps) == len(re.findall(r"^```sh$", page, re.MULTILINE)) == 4
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = dict(os.environ, OMP_NUM_THREADS="1", PATH=path)
+    for command, shown in steps:
+        typed = "\n".join([*re.findall(r"^\(Pdb\) (.*)$", shown, re.MULTILINE), ""])
+        expected = re.sub(r"^\(Pdb\) .*\n", "(Pdb) ", shown, flags=re.MULTILINE)
+        done = subprocess.run(
+            ["bash", "-ec", command], input=typed, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env
+        )
+        assert done.returncode == 0, done.stderr
+        assert _of_replay(done.stdout, tmp_path) == _of_replay(expected, tmp_path)
+
+
+def _of_replay(text: str, folder: Path) -> str:
+    text = re.sub(r"\(host \S+, pid", "(host _, pid", _without_pids(text, folder))
+    return re.sub(r"(trainer\.\d)\.\S+\.replay", r"\1.replay", text)
+
+
 def _without_pids(text: str, folder: Path) -> str:
     text = re.sub(r"pid \d+", "pid _", text.replace(str(folder), "/home/me"))
     return re.sub(r" +", " ", re.sub(r" for \d.*$", " for _", text, flags=re.MULTILINE))

@@ -317,6 +317,8 @@ def start(token: str = "", oversubscribed: bool = False) -> Runtime:
     if not token:  # the starter of another process records it
         recorder.area()
     made = Runtime(links, progress, RealClock())
+    if env.get("MONARCH_REPLAY"):
+        extension("replay recording")(made)
     holder.append(made)
     progress.start()
     current_runtime.set_program(made)

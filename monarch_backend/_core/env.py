@@ -173,6 +173,12 @@ _TABLE = (
     Setting("MONARCH_POST_MORTEM", "flag", False, "", "give 1, or 0", _flag,
             "An error in an endpoint waits for `monarch-backend debug` before it is sent. `post_mortem=True` of "
             "`spawn_procs` sets it."),
+    Setting("MONARCH_REPLAY", "path", "", "", "a folder, which is made if it is missing", str,
+            "Record what actors receive into files in this folder, for `monarch-backend replay`. `replay=folder` of "
+            "`spawn_procs` sets it. Unset: nothing is recorded."),
+    Setting("MONARCH_REPLAY_BYTES", "integer", 256 << 20, "bytes",
+            "give bytes from 65536 to 1099511627776", _number(1 << 16, 1 << 40),
+            "Limit of the replay file of one actor. Its recording stops there."),
     Setting("MONARCH_DEADLOCK_DETECTION", "flag", True, "", "give 1, or 0", _flag,
             "Raise DeadlockError in actors that wait for each other's replies."),
     Setting("MONARCH_UNKNOWN_SETTINGS", "choice", "error", "", "error, or warn", _one_of("error", "warn"),

@@ -53,6 +53,7 @@ class HostMesh(MeshBase):
         restart: Any = None,
         env: Mapping[str, str] | None = None,
         post_mortem: bool = False,
+        replay: str | os.PathLike[str] | None = None,
     ) -> ProcMesh:
         """Start processes on each host, 8 with ``per_host={"gpus": 8}``. Return their `ProcMesh` at once.
 
@@ -64,6 +65,8 @@ class HostMesh(MeshBase):
         With ``post_mortem``, an error in an endpoint waits with its frames for `monarch-backend debug`. The caller gets
         it when a client of the debugger has sent `continue`.
 
+        With ``replay``, a folder, the messages of the actors are recorded in files there for `monarch-backend replay`.
+
         If ``bootstrap`` raises, ``initialized`` raises `MeshFailure` and calls raise `SupervisionError`, with its
         traceback. The program does not end.
 
@@ -73,6 +76,8 @@ class HostMesh(MeshBase):
         """
         if post_mortem:
             env = {**(env or {}), "MONARCH_POST_MORTEM": "1"}
+        if replay is not None:
+            env = {**(env or {}), "MONARCH_REPLAY": os.path.abspath(replay)}
         extent = Extent.of({} if per_host is None else per_host)
         clash = set(extent.labels) & set(self._shape.labels)
         if clash:

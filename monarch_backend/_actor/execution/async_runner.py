@@ -143,7 +143,7 @@ class AsyncActorRunner(ActorRunner):
     async def _one(self, message: Message) -> None:
         peer, frame, _ = message
         called, extent = read_prefix(frame.prefix)
-        answer = ReplyHandle(self.program, message, called.port)
+        answer = self.reply_class(self.program, message, called.port)
         context.message.set((frame.rank, extent))
         cell, status = recorder.take_cell(kinds.Kind.MESSAGE, self.name, self.rank), kinds.Status.OK
         begin_activity(

@@ -28,6 +28,7 @@ class LocalActors:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.runners: dict[int, ActorRunner] = {}  # also of ended actors
+        self.runner_classes: tuple[type[ActorRunner], type[AsyncActorRunner]] = ActorRunner, AsyncActorRunner
         self._pending: dict[int, list[Message]] = {}
 
     def receive(self, peer: Peer, frame: Frame, via: ReplyAggregator | None) -> None:
@@ -83,9 +84,7 @@ class LocalActors:
 
     def construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
         former = self.runners.get(plan.actor)
-        runner = (AsyncActorRunner if plan.is_async else ActorRunner)(
-            self._runtime, plan, peer, frame.body, frame.buffers
-        )
+        runner = self.runner_classes[plan.is_async](self._runtime, plan, peer, frame.body, frame.buffers)
         self.runners[plan.actor] = runner
         for message in self._pending.pop(plan.actor, ()):
             runner.put(message)

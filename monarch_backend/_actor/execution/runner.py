@@ -98,6 +98,7 @@ class ActorRunner:
     """Runner of one actor. Any thread may call `put`. Other methods run on the actor's thread unless stated."""
 
     code_class: type[RunningCode] = RunningCode
+    reply_class: type[ReplyHandle] = ReplyHandle
     is_async = False
 
     def __init__(self, program: Runtime, plan: Construct, owner: Peer, body: Any, buffers: Any) -> None:
@@ -264,7 +265,7 @@ class ActorRunner:
                 cls, args, kwargs, self.mesh = loads(self._plan_body, self._plan_buffers)
                 self._plan_body = self._plan_buffers = None
                 self.blueprint = blueprint(cls)
-                instance = build(cls, args, kwargs)
+                instance = self._build(cls, args, kwargs)
             finally:
                 code.end()
         except BaseException as error:
@@ -278,6 +279,9 @@ class ActorRunner:
         code.what = "its running message"
         self.program.router.tell(self.owner, Constructed(self.actor, self.rank, self.generation))
         return True
+
+    def _build(self, cls: type, args: Any, kwargs: Any) -> Any:
+        return build(cls, args, kwargs)
 
     def _serve(self) -> None:
         inbox, wait = self.inbox, self.program.progress.wait
@@ -315,7 +319,7 @@ class ActorRunner:
     def _execute(self, message: Message) -> None:
         peer, frame, _ = message
         called, extent = read_prefix(frame.prefix)
-        answer = ReplyHandle(self.program, message, called.port)
+        answer = self.reply_class(self.program, message, called.port)
         self.program.router.processed(peer, frame)
         context.message.set((frame.rank, extent))
         self.running_reply = answer
