@@ -1,6 +1,6 @@
 """Benchmark of the recording of what runs: what it costs the hot paths, an event, and a reader.
 
-    python benchmarks/telemetry.py [--starts 5] [--rounds 20] [--only paths events readers] [--out FILE]
+    python benchmarks/telemetry.py [--starts 5] [--rounds 20] [--only paths events readers queries] [--out FILE]
     chrt -r 1 python benchmarks/telemetry.py        # on a machine with other load
 
 Paths: the same processes stop and resume the recording, which has the same effect on a path as MONARCH_TELEMETRY. A
@@ -11,6 +11,10 @@ starts, and their range. The ratio of both measurements without recording shows 
 Events: nanoseconds of one event, from Python. The floor is a call of the core that only reads the clock.
 
 Readers: milliseconds for all processes of a program that has N of them, which never answer.
+
+Queries: milliseconds of the command `monarch-backend sql` with its start, over 256 real processes, and over a recording
+of 4,096 processes that one program writes (_simulated_recording.py). They have about 50 and 64 events each. The floor
+is a query of no table.
 """
 
 from __future__ import annotations
@@ -60,6 +64,8 @@ KINDS = {"group": ["all_reduce 8 B"], "actors": ["call_one", "100 x call_one"], 
 EVENTS = 200_000
 RUNNER = Path(__file__).with_name("_telemetry_runner.py")
 PROGRAM = Path(__file__).with_name("_telemetry_program.py")
+SIMULATED = Path(__file__).with_name("_simulated_recording.py")
+SIMULATED_EVENTS = 64
 
 Starts = dict[str, list[dict[str, list[float]]]]
 """Case -> for each start the seconds of each round, by state of the recording."""
@@ -164,10 +170,10 @@ def events_table(costs: list[Cost]) -> str:
 
 
 @contextlib.contextmanager
-def program_of(processes: int) -> Iterator[int]:
+def program_of(processes: int, script: Path = PROGRAM, *arguments: str) -> Iterator[int]:
     """Run a program with this many processes, and yield its pid."""
     program = subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(processes)],
+        [sys.executable, str(script), str(processes), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT), "MONARCH_TELEMETRY": "1"},
@@ -240,6 +246,50 @@ def readers_table(found: dict[str, dict[int, list[float]]]) -> str:
     return "\n".join(lines)
 
 
+QUERIES = {
+    "floor: no table": "select 1",
+    "processes by state": "select state, count(*) from processes group by 1",
+    "which processes work": "select process, name, detail from activities where state = 'running'",
+    "slowest endpoints": "select endpoint, count(*), max(duration_us) from messages group by 1 order by 3 desc",
+    "messages of a process": "select * from messages where to_pid = (select max(pid) from processes)",
+    "messages that failed": "select actor, rank, endpoint from messages where status = 'error' limit 10",
+    "times of each message's states": "select status, count(*) from message_status_events group by 1",
+    "messages and their actors": (
+        "select full_name, count(*) from messages join actors on actors.id = to_actor_id group by 1"
+    ),
+    "all events by kind": "select kind, count(*) from events group by 1",
+    "a metric of all ranks": "select avg(value), max(value) from metrics where name = 'loss'",
+}
+"""What is asked -> the query."""
+
+
+def measure_queries(processes: int, simulated: int, repetitions: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of each query, by the recording that is asked."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in QUERIES}
+    for what, program in (
+        (f"{processes} processes", program_of(processes)),
+        (f"{simulated:,} simulated", program_of(simulated, SIMULATED, str(SIMULATED_EVENTS))),
+    ):
+        with program as pid:
+            for _ in range(repetitions):
+                for name, query in QUERIES.items():
+                    call = [sys.executable, "-m", "monarch_backend", "sql", query, str(pid)]
+                    start = time.perf_counter()
+                    subprocess.run(call, capture_output=True, check=True, cwd=ROOT)
+                    found[name].setdefault(what, []).append(time.perf_counter() - start)
+    return found
+
+
+def queries_table(found: dict[str, dict[str, list[float]]]) -> str:
+    """Return the table of queries, in milliseconds."""
+    columns = list(next(iter(found.values())))
+    lines = [f"| ms, least (median) | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
+    for name, times in found.items():
+        cells = [f"{min(times[each]) * 1e3:.0f} ({statistics.median(times[each]) * 1e3:.0f})" for each in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def scheduling() -> str:
     """Return how the kernel schedules this process and those that it starts."""
     real_time = os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO)
@@ -252,10 +302,10 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5, help="starts of new processes for the hot paths")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of each start")
     parser.add_argument("--processes", type=int, nargs="+", default=[16, 256], help="sizes of the program to read")
-    parser.add_argument("--only", nargs="+", choices=("paths", "events", "readers"))
+    parser.add_argument("--only", nargs="+", choices=("paths", "events", "readers", "queries"))
     parser.add_argument("--out", type=Path, help="write a page with the tables to this file")
     args = parser.parse_args()
-    parts = args.only or ["paths", "events", "readers"]
+    parts = args.only or ["paths", "events", "readers", "queries"]
     others, sections = Others(), list[str]()
     if "paths" in parts:
         sections.append(f"## Hot paths\n\n{paths_table(measure_paths(args.starts, args.rounds))}")
@@ -265,6 +315,8 @@ def main() -> None:
         sections.append(f"## Events\n\n{events_table(measure_events())}")
     if "readers" in parts:
         sections.append(f"## Readers\n\n{readers_table(measure_readers(args.processes, 7))}")
+    if "queries" in parts:
+        sections.append(f"## Queries\n\n{queries_table(measure_queries(256, 4096, 3))}")
     load = os.getloadavg()[0]
     sections.append(f"- {machine()}; {scheduling()}; load {load:.1f}; {others.note()}")
     text = "\n\n".join(sections)

@@ -35,6 +35,7 @@ class ProcessRecording:
 
     actor_of_thread: dict[int, str] = field(init=False)
     rank_of_actor: dict[str, int | None] = field(init=False)
+    _events_of_kind: dict[int, list[RecordedEvent]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.actor_of_thread = self._actors_of_threads()
@@ -53,9 +54,13 @@ class ProcessRecording:
         """Host of the process, "" for this machine."""
         return self.program.host
 
-    def events(self, kind: Kind) -> Iterator[RecordedEvent]:
-        """Yield the events of a kind, oldest first."""
-        return (event for event in self.recorded.events if event.kind == kind)
+    def events(self, kind: Kind) -> list[RecordedEvent]:
+        """Return the events of a kind, oldest first."""
+        if self._events_of_kind is None:
+            self._events_of_kind = defaultdict(list)
+            for event in self.recorded.events:
+                self._events_of_kind[event.kind].append(event)
+        return self._events_of_kind.get(kind, [])
 
     def going_on(self, kind: Kind) -> Iterator[Activity]:
         """Yield the activities of a kind that have not ended. Those of an ended process ended with it."""
@@ -76,8 +81,8 @@ class ProcessRecording:
         for activity in self.recorded.activities:
             if activity.kind == Kind.MESSAGE:
                 ranks[activity.name].add(activity.rank)
-        for event in self.recorded.events:
-            if event.kind in (Kind.MESSAGE, Kind.ACTOR):  # of an actor that has ended, its rank is not recorded
+        for kind in (Kind.MESSAGE, Kind.ACTOR):  # of an actor that has ended, its rank is not recorded
+            for event in self.events(kind):
                 ranks.setdefault(event.name, set())
         return {name: found.pop() if len(found) == 1 else None for name, found in ranks.items()}
 
@@ -124,7 +129,8 @@ class Recording:
             recorded = process.recorded
             recorded.started_ns -= ahead_ns
             recorded.activities = [replace(each, since_ns=each.since_ns - ahead_ns) for each in recorded.activities]
-            recorded.events = [replace(each, end_ns=each.end_ns - ahead_ns) for each in recorded.events]
+            recorded.events = [each._replace(end_ns=each.end_ns - ahead_ns) for each in recorded.events]
+            process._events_of_kind = None
         self.unread = [replace(each, label=f"{each.label or f'pid {each.pid}'} on {host}") for each in self.unread]
 
     def remove(self, processes: Collection[Process]) -> None:

@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -54,8 +54,7 @@ class Activity:
     trace: int
 
 
-@dataclass(frozen=True)
-class RecordedEvent:
+class RecordedEvent(NamedTuple):
     """Something that has ended. ``value`` is a number of bytes, or the bits of a double for a metric."""
 
     number: int
@@ -320,11 +319,9 @@ def _events(
     if wanted.since_ns:
         whole = whole[whole["end_ns"] > wanted.since_ns]
     whole = whole[numpy.argsort(whole["stamp"])][-wanted.limit :]
+    texts = {number: names[number] for number in {*whole["name"].tolist(), *whole["detail"].tolist()}}
     events = [
-        RecordedEvent(
-            number, end, duration, kind, status, thread, names[name], names[detail], reference, value,
-            trace,
-        )
+        RecordedEvent(number, end, duration, kind, status, thread, texts[name], texts[detail], reference, value, trace)
         for number, end, duration, kind, status, thread, name, detail, reference, value, trace in whole.tolist()
-    ]  # fmt: skip
+    ]
     return events, kept

@@ -10,8 +10,7 @@ import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from monarch_backend._telemetry import jobs, stacks, stragglers
 from monarch_backend._telemetry.kinds import BATCH, COMPILER, Kind, State, Status
@@ -79,8 +78,7 @@ COLUMNS = {
 """Columns of each table."""
 
 
-@dataclass(frozen=True)
-class _Message:
+class _Message(NamedTuple):
     """A message that is handled now or has been."""
 
     process: ProcessRecording
@@ -189,14 +187,15 @@ class Tables:
     def _actor_status_events_rows(self) -> Iterator[Row]:
         found: list[tuple[int, int | None, str, str | None]] = []
         for process in self._recording.processes:
-            for event in process.recorded.events:
-                actor = self._actor_id(process, event.name)
-                if event.kind == Kind.MESSAGE and event.detail == CONSTRUCTOR:
+            for event in process.events(Kind.MESSAGE):
+                if event.detail == CONSTRUCTOR:
+                    actor = self._actor_id(process, event.name)
                     found.append((event.end_ns - event.duration_ns, actor, "initializing", None))
                     if event.status == Status.OK:
                         found.append((event.end_ns, actor, "idle", None))
-                elif event.kind == Kind.ACTOR:
-                    found.append((event.end_ns, actor, "failed" if event.status else "started", event.detail or None))
+            for event in process.events(Kind.ACTOR):
+                actor, status = self._actor_id(process, event.name), "failed" if event.status else "started"
+                found.append((event.end_ns, actor, status, event.detail or None))
             for name in process.rank_of_actor:
                 actor = self._actor_id(process, name)
                 if not is_alive(process):
@@ -248,7 +247,7 @@ class Tables:
     def _all_messages(self) -> Iterator[_Message]:
         for process, event in self._events(Kind.MESSAGE):
             if event.detail != CONSTRUCTOR:
-                status = "complete" if event.status == Status.OK else Status(event.status).title
+                status = "complete" if not event.status else Status(event.status).title
                 yield _Message(process, event.name, event.end_ns - event.duration_ns, event.end_ns, status, event)
         for process, each in self._going_on(Kind.MESSAGE):
             if each.state != State.CONSTRUCTING:
@@ -258,16 +257,16 @@ class Tables:
         return self._senders.get((message.what.trace, message.what.reference)) if message.what.reference else None
 
     def _messages_rows(self) -> Iterator[Row]:
-        for number, each in enumerate(self._all_messages(), 1):
-            sent, sender = self._sent_of(each), self._identities.get(each.what.trace)
+        pids = {identity: process.pid for identity, process in self._identities.items()}
+        for number, (process, actor, start, end, status, what) in enumerate(self._all_messages(), 1):
+            sent = self._senders.get((what.trace, what.reference)) if what.reference else None
             yield (
-                number, self._wall(each.start),
-                None if sent is None else self._actor_of_thread(sent[0], sent[1].thread),
-                self._actor_id(each.process, each.actor), each.status, each.what.detail, None,
-                self._open_us(each.process, each.start) if each.end is None else (each.end - each.start) // 1000,
-                None if sent is None else max(0, each.start - sent[1].end_ns) // 1000,
-                each.actor, each.process.rank_of_actor.get(each.actor), _signed(each.what.value),
-                each.what.reference or None, None if sender is None else sender.pid, each.process.pid,
+                number, self._wall(start), None if sent is None else self._actor_of_thread(sent[0], sent[1].thread),
+                self._actor_ids.get((id(process), actor)), status, what.detail, None,
+                self._open_us(process, start) if end is None else (end - start) // 1000,
+                None if sent is None else max(0, start - sent[1].end_ns) // 1000,
+                actor, process.rank_of_actor.get(actor), _signed(what.value), what.reference or None,
+                pids.get(what.trace), process.recorded.pid,
             )  # fmt: skip
 
     def _message_status_events_rows(self) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.file and args.program:
         return fail("sql", f"a file has its own programs: leave out {args.program!r}, or use a condition on processes")
+    gc.disable()  # a recording has millions of objects, and no cycles
     try:
         if args.file:
             result = sql.answer_from(args.query, args.file)
