@@ -111,7 +111,8 @@ class Unread:
 class Recording:
     """What was read, at time ``now_ns``. Wall time in nanoseconds is a time here plus ``wall_offset_ns``.
 
-    Times of processes on other machines may be wrong by ``clock_error_ns``.
+    Times of processes on other machines may be wrong by ``clock_error_ns``. ``is_past``: it was read from a file,
+    so other processes may have its pids now.
     """
 
     programs: list[Program]
@@ -120,6 +121,7 @@ class Recording:
     now_ns: int
     wall_offset_ns: int
     clock_error_ns: int = 0
+    is_past: bool = False
 
     def seen_from(self, host: str, ahead_ns: int) -> None:
         """Name the host of all programs, and convert the times: its clock is ahead of the reader's by ``ahead_ns``."""

@@ -92,7 +92,8 @@ ALL_EVENTS = EventFilter()
 class RecordedProcess:
     """A process of an area. ``names`` are those that stay, read with the events.
 
-    ``lost`` is the number of events, of those asked for, that the ring has overwritten.
+    ``lost`` is the number of events, of those asked for, that the ring has overwritten. ``exit_code`` is None where it
+    is unknown.
     """
 
     index: int
@@ -100,7 +101,7 @@ class RecordedProcess:
     label: str
     state: SlotState
     started_ns: int
-    exit_code: int
+    exit_code: int | None
     identity: int
     activities: list[Activity]
     events: list[RecordedEvent] = field(default_factory=list)

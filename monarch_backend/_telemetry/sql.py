@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from monarch_backend._telemetry import program_recording
+from monarch_backend._telemetry import program_recording, recording_history
 from monarch_backend._telemetry.errors import QueryError
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.sql_tables import COLUMNS, Tables
@@ -153,7 +153,12 @@ def save(recording: Recording, path: str) -> None:
 
 
 def answer_from(sql: str, path: str) -> QueryResult:
-    """Return the answer to a query over a file that `save` has written. Raises QueryError and OSError."""
+    """Return the answer to a query over a file that `save` has written, or a folder of a `HistoryWriter`.
+
+    Raises QueryError and OSError.
+    """
+    if os.path.isdir(path):
+        return answer(sql, recording_history.read(path))
     with open(path, "rb"):  # the error of sqlite does not say why
         pass
     name = urllib.parse.quote(os.path.abspath(path))

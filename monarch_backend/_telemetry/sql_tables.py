@@ -396,6 +396,8 @@ class Tables:
                     )  # fmt: skip
 
     def _programs_here(self) -> list[Program]:
+        if self._recording.is_past:
+            return []
         return [program for program in self._recording.programs if not program.host]
 
     def _steps_rows(self) -> Iterator[Row]:
@@ -408,7 +410,7 @@ class Tables:
     def _step_times_rows(self) -> Iterator[Row]:
         members = defaultdict[jobs.Job, list[RecordedProcess]](list)
         for process in self._recording.processes:
-            if is_alive(process):
+            if is_alive(process) and not self._recording.is_past:
                 members[jobs.job_of(process.recorded, process.process.parent or process.pid)].append(process.recorded)
         for each in (times for ranks in members.values() for times in stragglers.of_job(ranks)):
             yield (

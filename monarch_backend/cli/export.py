@@ -1,4 +1,4 @@
-"""`monarch-backend export`: what running programs have recorded, to an OpenTelemetry receiver or an SQLite file."""
+"""`monarch-backend export`: what running programs have recorded, to an OpenTelemetry receiver or SQLite files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import threading
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,18 @@ if TYPE_CHECKING:
     from monarch_backend._telemetry.export.otlp import Exporter, Sent
 
 DEFAULT_INTERVAL_S = 10.0
+DEFAULT_KEEP_HOURS = 24.0
+DEFAULT_KEEP_BYTES = 1 << 30
+MIN_KEEP_BYTES = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.add_argument(
         "format",
-        choices=["otlp", "sqlite"],
-        help="otlp: OpenTelemetry's protocol over HTTP; sqlite: a file with the tables of `monarch-backend sql`",
+        choices=["otlp", "sqlite", "history"],
+        help="otlp: OpenTelemetry's protocol over HTTP; sqlite: a file with the tables of `monarch-backend sql`; "
+        "history: a folder to which each interval adds what is new",
     )
     add_program(parser)
     parser.add_argument(
@@ -31,7 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="receiver, such as http://localhost:4318; by default OTEL_EXPORTER_OTLP_ENDPOINT, whose other variables "
         "(..._HEADERS, ..._CERTIFICATE) are used too",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="new file of the format sqlite")
+    parser.add_argument("-o", "--output", metavar="FILE", help="new file of the format sqlite, or folder of a history")
+    parser.add_argument(
+        "--keep-hours",
+        type=_hours,
+        default=DEFAULT_KEEP_HOURS,
+        metavar="N",
+        help="delete files of a history that are older (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--keep-bytes",
+        type=_size,
+        default=DEFAULT_KEEP_BYTES,
+        metavar="N",
+        help="delete the oldest files of a history that is larger; a number, or one with K, M or G (default: 1G)",
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="send what is recorded now, and end")
     how.add_argument(
@@ -39,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=DEFAULT_INTERVAL_S,
         metavar="S",
-        help="send each S seconds what is new, until a signal (default: %(default)g)",
+        help="send or write each S seconds what is new, until a signal (default: %(default)g)",
     )
 
 
@@ -53,10 +72,30 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = math.nan
+    if not 0 < hours <= 100_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours from 0 to 100,000")
+    return hours
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,15})([KMG]?)", text)
+    size = int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
+    if size < MIN_KEEP_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, as 500M or 2G, of at least 1M")
+    return size
+
+
 def run(args: argparse.Namespace) -> int:
     """Send or write. Return 0, or 1 with the reason if there is no program, or the receiver or the file fails."""
     if args.format == "sqlite":
         return _save(args)
+    if args.format == "history":
+        return _keep(args)
     try:
         from monarch_backend._telemetry.export.otlp import Exporter
     except ImportError as error:
@@ -90,6 +129,34 @@ def _save(args: argparse.Namespace) -> int:
         f'{args.output}: {len(recording.processes)} processes. Ask it: monarch-backend sql "..." --from {args.output}'
     )
     return 0
+
+
+def _keep(args: argparse.Namespace) -> int:
+    """Add to a history until a signal. Programs may end and start meanwhile."""
+    from monarch_backend._telemetry import program_recording
+    from monarch_backend._telemetry.recording_history import HistoryWriter
+
+    if not args.output:
+        return fail("export", "name the folder: -o FOLDER")
+    is_waiting = False
+    try:
+        with HistoryWriter(args.output, args.keep_hours * 3600, args.keep_bytes) as history, until_signal() as ended:
+            while True:
+                try:
+                    added = history.append(program_recording.read(args.program, history.after))
+                    lost = f"; {added.overwritten} older events were overwritten" if added.overwritten else ""
+                    print(f"added {added.events} events{lost}", flush=True)
+                    is_waiting = False
+                except LookupError as error:
+                    if args.once:
+                        raise
+                    if not is_waiting:
+                        print(f"waits: {error}", flush=True)
+                    is_waiting = True
+                if args.once or ended.wait(args.interval):
+                    return 0
+    except (LookupError, NotImplementedError, OSError, ValueError) as error:
+        return fail("export", error)
 
 
 def _repeat(exporter: Exporter, interval: float, ended: threading.Event) -> int:

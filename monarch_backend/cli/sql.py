@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="file",
         metavar="FILE",
-        help="ask a file of `monarch-backend export sqlite`, in place of running programs",
+        help="ask a file of `monarch-backend export sqlite`, or a folder of `monarch-backend export history`, "
+        "in place of running programs",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 

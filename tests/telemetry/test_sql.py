@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import pytest
 
 from monarch_backend import _native, errors, telemetry
 from monarch_backend._core import platform
-from monarch_backend._telemetry import program_recording, sql
+from monarch_backend._telemetry import program_recording, recording_history, sql
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.recording_area import AREA_NAME
+from monarch_backend._telemetry.recording_history import HistoryWriter
 from monarch_backend._telemetry.sql_tables import COLUMNS
 from monarch_backend.telemetry import QueryError, QueryResult
 from tests.telemetry.traced_program import traced_program
@@ -113,6 +115,103 @@ def test_wrong_file_is_an_error(content: bytes | None, words: list[str], text: s
         path.write_bytes(content)
     done = _command("select 1", *words, "--from", str(path))
     assert done.returncode == 1 and text in done.stderr and done.stderr.count("\n") == 1
+
+
+NOT_IN_A_HISTORY = ("logs", "stacks", "step_times")
+
+
+@pytest.mark.parametrize("table", sorted(set(COLUMNS) - set(NOT_IN_A_HISTORY)))
+def test_history_has_the_rows_of_its_recording(table: str, recording: Recording, history: Path) -> None:
+    query = f"select * from {table}"
+    before, after = sql.answer(query, recording), sql.answer_from(query, str(history))
+    assert (after.rows, after.processes, after.unread) == (before.rows, before.processes, before.unread)
+
+
+@pytest.fixture(scope="module")
+def history(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A history of two looks and two writers, whose second look repeats the first."""
+    folder = tmp_path_factory.mktemp("history")
+    count = sum(len(each.recorded.events) for each in recording.processes)
+    for _ in range(2):
+        with HistoryWriter(folder, 3600, 1 << 30) as writer:
+            assert writer.append(recording).events == count
+            last = writer.after
+            with pytest.raises(OSError, match="another process writes"):
+                HistoryWriter(folder, 3600, 1 << 30)
+    with HistoryWriter(folder, 3600, 1 << 30) as writer:
+        assert writer.after == last
+    return folder
+
+
+def test_history_asks_nothing_of_processes_that_may_be_others(history: Path) -> None:
+    for table in NOT_IN_A_HISTORY:
+        assert sql.answer_from(f"select * from {table}", str(history)).rows == []
+
+
+def test_history_of_many_files_is_bounded_and_read_as_one(recording: Recording, tmp_path: Path) -> None:
+    empty = replace(recording, processes=[])
+    with HistoryWriter(tmp_path, 3600, 1 << 17) as writer:
+        writer.append(recording)
+        files = {each.name for each in tmp_path.glob("history-*")}
+        seen, count = set(files), "select count(*), max(timestamp_us) from events"
+        for _ in range(12):  # each file is full with its first look
+            writer.append(recording)
+            seen |= {each.name for each in tmp_path.glob("history-*")}
+        now = {each.name: each.stat().st_size for each in tmp_path.glob("history-*")}
+        assert 1 < len(now) < len(seen) and min(now) > min(files)
+        assert sum(now.values()) <= (1 << 17) + max(now.values())
+        assert sql.answer_from(count, str(tmp_path)).rows == sql.answer(count, recording).rows
+        later = replace(empty, now_ns=recording.now_ns + int(7200e9))
+        writer.append(later)
+    states = "select state, exit_code, count(*) from processes group by 1, 2 order by 2"
+    assert sql.answer_from(states, str(tmp_path)).rows == [("ended", None, 3), ("ended", -signal.SIGKILL, 1)]
+
+
+def test_newest_events_of_a_long_history_are_read(
+    recording: Recording, history: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording_history, "MAX_EVENTS", 10)
+    result = sql.answer_from("select timestamp_us from events", str(history))
+    newest = sql.answer("select timestamp_us from events order by 1 desc limit 10", recording)
+    assert sorted(result.rows, reverse=True) == newest.rows and "newest 10 events" in result.unread[-1]
+
+
+def test_writer_that_is_killed_leaves_whole_looks(recording: Recording, tmp_path: Path) -> None:
+    with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+        writer.append(recording)
+    # The second look is killed after its first events. A small cache has written pages by then.
+    code = (
+        "import os, signal, sqlite3, sys\n"
+        "from monarch_backend._telemetry import program_recording, recording_history\n"
+        "made, opened = [], recording_history._opened\n"
+        "def event_row(process, event, offset):\n"
+        "    made.append(1)\n"
+        "    if len(made) > 5000: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return (process, len(made) + 10**6, 2**62, 0, 4, 0, 0, 'x' * 500, '', 0, 0, 0)\n"
+        "recording_history._event_row = event_row\n"
+        "with recording_history.HistoryWriter(sys.argv[1], 3600, 1 << 30) as writer:\n"
+        "    recording = program_recording.read(sys.argv[2])\n"
+        "    for each in recording.processes: each.recorded.events *= 10_000\n"
+        "    writer.append(recording)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), str(recording.programs[0].pid)], timeout=60)
+    assert done.returncode == -signal.SIGKILL and list(tmp_path.glob("*-journal"))
+    query = "select count(*), max(timestamp_us) from events"
+    assert sql.answer_from(query, str(tmp_path)).rows == sql.answer(query, recording).rows
+    with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+        writer.append(recording)
+    assert sql.answer_from(query, str(tmp_path)).rows == sql.answer(query, recording).rows
+
+
+def test_commands_keep_and_ask_a_history(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "monarch_backend.cli", "export", "history", str(running.pid), "--once"]
+    command += ["-o", str(tmp_path / "kept"), "--keep-hours", "2", "--keep-bytes", "500M"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert re.fullmatch(r"added \d+ events\n", done.stdout)
+    asked = _command("select count(*) as n from spans where name = 'step'", "--from", str(tmp_path / "kept"))
+    assert asked.stdout.split() == ["n", "11"] and "4 processes read" in asked.stderr
+    asked = _command("select 1", "--from", str(tmp_path))
+    assert asked.returncode == 1 and "is no folder of monarch-backend export history" in asked.stderr
 
 
 def test_processes_are_those_of_the_program(recording: Recording, running: subprocess.Popen[str]) -> None:

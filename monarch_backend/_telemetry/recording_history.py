@@ -1,0 +1,331 @@
+"""Durable history: what programs have recorded, look by look, in SQLite files of a folder.
+
+The rings of processes keep their last events and end with their program. A history gets the new events at each look. It
+has the recording itself and not the tables of queries, so that rows of several looks still refer to each other.
+
+Each look is one transaction: a writer that is killed leaves whole looks. A new writer goes on after the last event of
+each process, by the machine's boot, the pid and the start of the process. Times are nanoseconds since 1970.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+import time
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from monarch_backend._telemetry.kinds import SlotState
+from monarch_backend._telemetry.program_recording import ProcessRecording, Recording, Unread
+from monarch_backend._telemetry.programs import Process, Program
+from monarch_backend._telemetry.reader import ALL_EVENTS, Activity, EventFilter, RecordedEvent, RecordedProcess
+
+MAX_EVENTS = 1_000_000
+"""Events that a query reads from a history. Older ones are left out, and the answer says so."""
+
+FILES = 8
+"""A history has about this number of full files. The oldest one is deleted at a time."""
+
+_PREFIX, _SUFFIX = "history-", ".sqlite"
+_BUSY_S = 10.0  # waiting for the other side's transaction
+_SCHEMA = """
+    create table if not exists process (
+        id integer primary key, boot text, pid integer, started_ns integer, started_unix_ns integer, label text,
+        parent integer, program_pid integer, command text, identity integer, is_alive integer, exit_code integer,
+        memory_bytes integer, cpu_s real, seen_unix_ns integer, overwritten integer, activities text, names text,
+        unique (boot, pid, started_ns)
+    );
+    create table if not exists event (
+        process integer, number integer, end_unix_ns integer, duration_ns integer, kind integer, status integer,
+        thread integer, name text, detail text, reference integer, value integer, trace integer,
+        primary key (process, number)
+    ) without rowid;
+    create table if not exists look (unix_ns integer, not_read text);
+"""
+_COLUMNS = (
+    "boot, pid, started_ns, started_unix_ns, label, parent, program_pid, command, identity, is_alive, exit_code, "
+    "memory_bytes, cpu_s, seen_unix_ns, overwritten, activities, names"
+)
+_UPSERT = f"""
+    insert into process ({_COLUMNS}) values ({", ".join("?" * 17)})
+    on conflict do update set label = excluded.label, identity = excluded.identity, is_alive = excluded.is_alive,
+        exit_code = excluded.exit_code, memory_bytes = excluded.memory_bytes, cpu_s = excluded.cpu_s,
+        seen_unix_ns = excluded.seen_unix_ns, overwritten = overwritten + excluded.overwritten,
+        activities = excluded.activities, names = excluded.names
+    returning id
+"""
+
+Key = tuple[str, int, int]
+"""A process: the boot of its machine, its pid, and its start."""
+
+
+@dataclass(frozen=True)
+class Appended:
+    """What a look has added: events, and those that were overwritten before it."""
+
+    events: int
+    overwritten: int
+
+
+class HistoryWriter:
+    """Writer of a history, the only one of its folder. Close it, or use it in a ``with`` block.
+
+    Files are deleted whose events are all older than ``keep_s`` seconds, and the oldest ones of more than
+    ``keep_bytes``. Raises OSError, also if another process writes to the folder.
+    """
+
+    def __init__(self, folder: str | Path, keep_s: float, keep_bytes: int) -> None:
+        self._folder, self._keep_s, self._keep_bytes = Path(folder), keep_s, keep_bytes
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise OSError(f"another process writes the history in {folder}: name another folder") from None
+            self._boot = _boot()
+            self._last = self._last_numbers()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def __enter__(self) -> HistoryWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def _last_numbers(self) -> dict[tuple[int, int], int]:
+        """Return the numbers of the last events of the processes of this boot, in any file."""
+        last: dict[tuple[int, int], int] = {}
+        for path in _files(self._folder):
+            with _opened(path) as connection:
+                for pid, started, number in connection.execute(
+                    "select pid, started_ns, max(number) from process join event on process = id where boot = ? "
+                    "group by id",
+                    (self._boot,),
+                ):
+                    last[pid, started] = max(number, last.get((pid, started), 0))
+        return last
+
+    @property
+    def after(self) -> dict[tuple[int, int], int]:
+        """The numbers of the last events that the history has, as `EventFilter` has them."""
+        return dict(self._last)
+
+    def append(self, recording: Recording) -> Appended:
+        """Add the events of a recording that was read with `after`. Raises OSError, for example on a full disk."""
+        now = recording.now_ns + recording.wall_offset_ns
+        path = self._file(now)
+        count = overwritten = 0
+        try:
+            with _opened(path) as connection:
+                connection.execute("begin immediate")
+                for each in recording.processes:
+                    row = self._process_row(each, recording.wall_offset_ns, now)
+                    [(number,)] = connection.execute(_UPSERT, row).fetchall()
+                    connection.executemany(
+                        "insert or ignore into event values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                        (_event_row(number, event, recording.wall_offset_ns) for event in each.recorded.events),
+                    )
+                    count += len(each.recorded.events)
+                    overwritten += each.recorded.lost
+                connection.execute("delete from look")
+                unread = json.dumps([astuple(each) for each in recording.unread])
+                connection.execute("insert into look values (?, ?)", (now, unread))
+                connection.execute("commit")
+        except sqlite3.Error as error:
+            raise OSError(f"{path} cannot be written: {error}") from None
+        for each in recording.processes:
+            if each.recorded.events:
+                self._last[each.pid, each.recorded.started_ns] = each.recorded.events[-1].number
+        self._delete_old()
+        return Appended(count, overwritten)
+
+    def _process_row(self, each: ProcessRecording, wall_offset_ns: int, now: int) -> tuple[Any, ...]:
+        recorded, process = each.recorded, each.process
+        is_alive = recorded.state == SlotState.ALIVE
+        activities = [
+            (*astuple(activity)[:5], activity.since_ns + wall_offset_ns, *astuple(activity)[6:])
+            for activity in recorded.activities
+        ]
+        return (
+            self._boot, each.pid, recorded.started_ns, recorded.started_ns + wall_offset_ns, each.label, process.parent,
+            each.program.pid, each.program.command, _signed(recorded.identity), is_alive,
+            None if is_alive else recorded.exit_code, process.memory, process.cpu_seconds, now, recorded.lost,
+            json.dumps(activities), json.dumps(recorded.names),
+        )  # fmt: skip
+
+    def _file(self, now: int) -> Path:
+        """Return the file for the next look: the last one, or a new one if that is full or covers its share of time."""
+        files = _files(self._folder)
+        if files:
+            newest = files[-1]
+            age_s = (now - _begun_ns(newest)) / 1e9
+            if 0 <= age_s < self._keep_s / FILES and newest.stat().st_size < self._keep_bytes / FILES:
+                return newest
+            now = max(now, _begun_ns(newest) + 1)  # the clock may have been set back
+        path = self._folder / f"{_PREFIX}{now:020}{_SUFFIX}"
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        return path
+
+    def _delete_old(self) -> None:
+        files = _files(self._folder)
+        sizes = [each.stat().st_size for each in files]
+        oldest = time.time_ns() - int(self._keep_s * 1e9)
+        for number, path in enumerate(files[:-1]):  # the last one is written to
+            # The events of a file ended before the next one was begun.
+            if sum(sizes[number:]) > self._keep_bytes or _begun_ns(files[number + 1]) < oldest:
+                path.unlink()
+            else:
+                break
+
+
+def read(folder: str | Path, wanted: EventFilter = ALL_EVENTS) -> Recording:
+    """Return a recording of what a history has, with the wanted events, at most `MAX_EVENTS` of the newest ones.
+
+    ``wanted.since_ns`` is in nanoseconds since 1970; its numbers ``after`` and ``limit`` have no effect.
+    Raises OSError if the folder is not a history.
+    """
+    files = _files(Path(folder))
+    if not files:
+        raise OSError(f"{folder} is no folder of monarch-backend export history: it has no files {_PREFIX}*{_SUFFIX}")
+    rows: dict[Key, dict[str, Any]] = {}
+    events: dict[Key, list[RecordedEvent]] = {}
+    overwritten: dict[Key, int] = {}
+    looked_at, not_read, left = 0, "[]", MAX_EVENTS
+    is_cut = False
+    for path in reversed(files):  # the newest one has the last state of a process
+        try:
+            with _opened(path) as connection:
+                connection.execute("begin")
+                for unix_ns, text in connection.execute("select unix_ns, not_read from look"):
+                    if unix_ns > looked_at:
+                        looked_at, not_read = unix_ns, text
+                keys = _read_processes(connection, path.name, rows, overwritten)
+                found = _read_events(connection, wanted, left + 1)
+        except sqlite3.Error as error:
+            if not path.exists():  # the writer has deleted it meanwhile, with all older ones
+                break
+            raise OSError(f"{path} is no file of monarch-backend export history: {error}") from None
+        is_cut = is_cut or len(found) > left
+        for process, *fields in found[:left]:
+            events.setdefault(keys[process], []).append(_event(fields))
+        left -= len(found[:left])
+        if is_cut:
+            break
+    recording = _recording(rows, events, overwritten, looked_at)
+    recording.unread += [Unread(*each) for each in json.loads(not_read)]
+    if is_cut:
+        reason = f"a query reads its newest {MAX_EVENTS:,} events: ask with a condition on timestamp_us or kind"
+        recording.unread.append(Unread(0, "older events of the history", reason))
+    return recording
+
+
+def _read_processes(
+    connection: sqlite3.Connection, file: str, rows: dict[Key, dict[str, Any]], overwritten: dict[Key, int]
+) -> dict[int, Key]:
+    cursor = connection.execute("select * from process order by id")
+    names = [each[0] for each in cursor.description]
+    keys = {}
+    for values in cursor:
+        row = {**dict(zip(names, values, strict=True)), "file": file}
+        key = keys[row["id"]] = row["boot"], row["pid"], row["started_ns"]
+        rows.setdefault(key, row)
+        overwritten[key] = overwritten.get(key, 0) + row["overwritten"]
+    return keys
+
+
+def _read_events(connection: sqlite3.Connection, wanted: EventFilter, limit: int) -> list[tuple[Any, ...]]:
+    condition, values = ["1"], list[Any]()
+    if wanted.kinds:
+        condition.append(f"kind in ({', '.join('?' * len(wanted.kinds))})")
+        values += [int(kind) for kind in wanted.kinds]
+    if wanted.failed:
+        condition.append("status != 0")
+    if wanted.since_ns:
+        condition.append("end_unix_ns > ?")
+        values.append(wanted.since_ns)
+    query = f"select * from event where {' and '.join(condition)} order by end_unix_ns desc limit ?"
+    return connection.execute(query, [*values, limit]).fetchall()
+
+
+def _recording(
+    rows: dict[Key, dict[str, Any]], events: dict[Key, list[RecordedEvent]], overwritten: dict[Key, int], now: int
+) -> Recording:
+    programs: dict[tuple[str, int, str], Program] = {}
+    processes = list[ProcessRecording]()
+    for key, row in sorted(rows.items(), key=lambda item: (item[1]["file"], item[1]["id"])):
+        is_alive = bool(row["is_alive"]) and row["seen_unix_ns"] == now
+        program_key = row["boot"], row["program_pid"], row["command"]
+        program = programs.setdefault(program_key, Program(row["program_pid"], row["command"], []))
+        process = Process(
+            row["pid"], row["label"], "running" if is_alive else "ended", row["parent"],
+            (now - row["started_unix_ns"]) / 1e9, row["exit_code"], row["memory_bytes"], row["cpu_s"], [],
+        )  # fmt: skip
+        program.processes.append(process)
+        own = sorted({event.number: event for event in events.get(key, [])}.values())
+        recorded = RecordedProcess(
+            index=len(processes), pid=row["pid"], label=row["label"],
+            state=SlotState.ALIVE if is_alive else SlotState.ENDED, started_ns=row["started_unix_ns"],
+            exit_code=row["exit_code"], identity=_unsigned(row["identity"]),
+            activities=[Activity(*fields) for fields in json.loads(row["activities"])],
+            events=own, lost=overwritten[key], names=json.loads(row["names"]),
+        )  # fmt: skip
+        processes.append(ProcessRecording(recorded, program, process))
+    return Recording(list(programs.values()), processes, [], now, 0, is_past=True)
+
+
+def _event_row(process: int, event: RecordedEvent, wall_offset_ns: int) -> tuple[Any, ...]:
+    return (
+        process, event.number, event.end_ns + wall_offset_ns, event.duration_ns, event.kind, event.status, event.thread,
+        event.name, event.detail, _signed(event.reference), _signed(event.value), _signed(event.trace),
+    )  # fmt: skip
+
+
+def _event(fields: list[Any]) -> RecordedEvent:
+    return RecordedEvent._make([*fields[:-3], *map(_unsigned, fields[-3:])])
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _unsigned(number: int) -> int:
+    return number & ((1 << 64) - 1)
+
+
+def _boot() -> str:
+    """Return an identity of the machine's boot: pids and starts are unique within it."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a history, the oldest one first."""
+    return sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))
+
+
+def _begun_ns(path: Path) -> int:
+    return int(path.name[len(_PREFIX) : -len(_SUFFIX)])
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a file of a history. One that a killed writer has left empty gets its tables."""
+    # Also readers open it for writing: after a killed writer, SQLite undoes the transaction that was not complete.
+    name = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=rw"
+    with contextlib.closing(sqlite3.connect(name, timeout=_BUSY_S, isolation_level=None, uri=True)) as connection:
+        connection.execute("pragma trusted_schema = off")
+        if not connection.execute("select 1 from sqlite_master").fetchone():
+            connection.executescript(f"begin immediate; {_SCHEMA} commit;")
+        yield connection
