@@ -35,7 +35,7 @@ from monarch_backend._dashboard.answers import (
     Tree,
 )
 from monarch_backend._dashboard.source import Source
-from monarch_backend._telemetry import folded_stacks, sql, trace_export
+from monarch_backend._telemetry import folded_stacks, sql, sql_filters, trace_export
 from monarch_backend._telemetry.labels import fold_labels, is_named
 from monarch_backend._telemetry.program_output import ProgramOutput
 from monarch_backend._telemetry.reader import EventFilter
@@ -238,7 +238,7 @@ def logs(source: Source, of: LogsOf) -> Logs:
 
 def sql_query(source: Source, of: Query) -> SqlAnswer:
     """Return the answer to a SELECT statement over what programs have recorded. It takes at most 10 s."""
-    recording, limit = source.recording(of.program or None, EventFilter())
+    recording, limit = source.recording(of.program or None, sql_filters.filter_of(of.query))
     result = sql.answer(of.query, recording)
     answer = result.as_json()
     return SqlAnswer(

@@ -499,10 +499,11 @@ class Job:
         # Imported here, because they import numpy and sqlite3.
         from monarch_backend._job.inspection import Inspection
         from monarch_backend._telemetry.sql import answer
+        from monarch_backend._telemetry.sql_filters import filter_of
 
         self._read()
         with Inspection(self.path, [os.getpid()]) as inspection:
-            return answer(sql, inspection.recording())
+            return answer(sql, inspection.recording(filter_of(sql)))
 
     def kill(self) -> None:
         """End all hosts that the job has started, from this program or another one.

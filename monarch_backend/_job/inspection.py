@@ -11,6 +11,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,16 @@ class HostReader(Actor):
         return int(_native.monotonic_ns())
 
     @endpoint
-    def recording(self, daemon: int, host: str, ahead_ns: int, of_programs: bool) -> Recording:
-        """Return what the processes below the host's daemon have recorded, without readers and idle agents.
+    def recording(self, daemon: int, host: str, ahead_ns: int, wanted: EventFilter | None) -> Recording:
+        """Return the wanted events of the processes below the host's daemon, without readers and idle agents.
 
-        ``of_programs``: the recording is for a list of programs, with their late ranks, and has only the messages.
+        None: the recording is for a list of programs, with their late ranks, and has only the messages.
+        ``wanted.since_ns`` is in the caller's time.
         """
-        found = program_recording.read_pids([daemon], MESSAGES if of_programs else ALL_EVENTS)
+        of_programs = wanted is None
+        if wanted is not None and wanted.since_ns:
+            wanted = replace(wanted, since_ns=wanted.since_ns + ahead_ns)
+        found = program_recording.read_pids([daemon], wanted or MESSAGES)
         everything = [process for program in found.programs for process in program.processes]
         readers = [each for each in everything if each.label.endswith(_READER)]
         children = Counter(each.parent for each in everything)
@@ -70,6 +75,9 @@ class HostReader(Actor):
         if of_programs:
             late_ranks.add_to(found.programs)
         found.remove([*readers, *(each for each in agents if starters[each.pid] == children[each.pid])])
+        pids = {each.pid for each in found.processes}
+        handlers = found if of_programs else program_recording.read_pids([daemon], MESSAGES)
+        found.callers = {sender for each in handlers.processes if each.pid in pids for sender in each.senders()} - {0}
         found.seen_from(host, ahead_ns)
         return found
 
@@ -140,18 +148,21 @@ class Inspection:
 
     def programs(self) -> tuple[list[Program], list[Unread]]:
         """Return the programs of all hosts, and the hosts and processes that were not read."""
-        found = self._read(of_programs=True)
+        found = self._read(None)
         late_ranks.add_to(program for program in found.programs if not program.host)
         return found.programs, found.unread
 
-    def recording(self) -> Recording:
-        """Return what all hosts and the programs of this machine that use the job have recorded."""
-        return self._read(of_programs=False)
+    def recording(self, wanted: EventFilter = ALL_EVENTS) -> Recording:
+        """Return what all hosts and the programs of this machine that use the job have recorded.
 
-    def _read(self, *, of_programs: bool) -> Recording:
-        read = in_parallel(lambda reader: self._recording_of(*reader, of_programs), self._readers.values())
+        Each host sends the wanted events. ``wanted.since_ns`` is in this machine's time.
+        """
+        return self._read(wanted)
+
+    def _read(self, wanted: EventFilter | None) -> Recording:
+        read = in_parallel(lambda reader: self._recording_of(*reader, wanted), self._readers.values())
         found = [each for each in read if each is not None]
-        here = self._recording_here(found, None if of_programs else ALL_EVENTS)
+        here = self._recording_here(found, wanted)
         for each in found:
             here.add(each)
         here.unread += self.unread
@@ -162,15 +173,15 @@ class Inspection:
             return program_recording.read_pids([*self._here, *self._controllers], wanted)
         everything = program_recording.read_programs(programs(), MESSAGES).processes
         hosts = [each for each in everything if each.program.has(self._here)]
-        handlers = [*hosts, *(each for recording in elsewhere for each in recording.processes)]
-        callers = {sender for each in handlers for sender in each.senders()} - {0}
+        callers = {sender for each in hosts for sender in each.senders()} - {0}
+        callers.update(*(recording.callers for recording in elsewhere))
         pids = [each.pid for each in everything if each.recorded.identity in callers and each.pid != os.getpid()]
         return program_recording.read_pids([*self._here, *pids], wanted)
 
-    def _recording_of(self, host: HostEntry, actor: Any, of_programs: bool) -> Recording | None:
+    def _recording_of(self, host: HostEntry, actor: Any, wanted: EventFilter | None) -> Recording | None:
         try:
             ahead, error = _clock_offset(lambda: actor.clock_ns.call_one().get(timeout=TIMEOUT_S))
-            found: Recording = actor.recording.call_one(host.daemon.pid, _name(host), ahead, of_programs).get(
+            found: Recording = actor.recording.call_one(host.daemon.pid, _name(host), ahead, wanted).get(
                 timeout=TIMEOUT_S
             )
         except Exception as failure:

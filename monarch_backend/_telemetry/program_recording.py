@@ -11,7 +11,7 @@ import os
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,7 +112,8 @@ class Recording:
     """What was read, at time ``now_ns``. Wall time in nanoseconds is a time here plus ``wall_offset_ns``.
 
     Times of processes on other machines may be wrong by ``clock_error_ns``. ``is_past``: it was read from a file,
-    so other processes may have its pids now.
+    so other processes may have its pids now. ``callers``: identities of processes whose messages its processes have
+    handled, where that was asked for.
     """
 
     programs: list[Program]
@@ -122,6 +123,7 @@ class Recording:
     wall_offset_ns: int
     clock_error_ns: int = 0
     is_past: bool = False
+    callers: set[int] = field(default_factory=set)
 
     def seen_from(self, host: str, ahead_ns: int) -> None:
         """Name the host of all programs, and convert the times: its clock is ahead of the reader's by ``ahead_ns``."""
@@ -166,12 +168,12 @@ class Recording:
         return {each.recorded.identity: each for each in self.processes if each.recorded.identity}
 
 
-def read(name: str | None, after: Mapping[tuple[int, int], int] | None = None) -> Recording:
-    """Read the programs that ``name`` stands for, as `programs.select` does. ``after`` is that of `EventFilter`.
+def read(name: str | None, wanted: EventFilter = ALL_EVENTS) -> Recording:
+    """Read the wanted events of the programs that ``name`` stands for, as `programs.select` does.
 
     Raises LookupError if there is no such program, and NotImplementedError without /proc.
     """
-    recording = read_programs(select(name), EventFilter(after=after or {}))
+    recording = read_programs(select(name), wanted)
     if name is None:
         recording.unread += _of_other_releases()
     return recording

@@ -11,7 +11,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy
@@ -74,8 +74,9 @@ class RecordedEvent(NamedTuple):
 class EventFilter:
     """Events that are wanted: of these kinds, or of all; that ended after ``since_ns``; of these the last ``limit``.
 
-    With ``failed``, only those with another status than OK. ``after`` has the number of the last event that is not
-    wanted, by a process's pid and start.
+    With ``failed``, only those with another status than OK. ``pids`` are those of the processes, None for all.
+    Events of the kinds ``always`` are wanted whenever they ended, and of all processes. ``after`` has the number of the
+    last event that is not wanted, by a process's pid and start.
     """
 
     kinds: tuple[int, ...] = ()
@@ -83,7 +84,16 @@ class EventFilter:
     since_ns: int = 0
     limit: int = _LAYOUT["event_count"]
     after: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    pids: frozenset[int] | None = None
+    always: tuple[int, ...] = ()
 
+    def kinds_of(self, pid: int) -> tuple[int, ...]:
+        """Return the kinds that are wanted of a process: () for all, `NO_KINDS` for none."""
+        return self.kinds if self.pids is None or pid in self.pids else self.always or NO_KINDS
+
+
+NO_KINDS = (0,)
+"""Kinds of a filter without events. Each event has another kind."""
 
 ALL_EVENTS = EventFilter()
 
@@ -92,8 +102,8 @@ ALL_EVENTS = EventFilter()
 class RecordedProcess:
     """A process of an area. ``names`` are those that stay, read with the events.
 
-    ``lost`` is the number of events, of those asked for, that the ring has overwritten. ``exit_code`` is None where it
-    is unknown.
+    ``kept`` is the number of events that the ring had, wanted or not, and ``lost`` of those that it has overwritten,
+    both from the first one that was asked for. ``exit_code`` is None where it is unknown.
     """
 
     index: int
@@ -105,6 +115,7 @@ class RecordedProcess:
     identity: int
     activities: list[Activity]
     events: list[RecordedEvent] = field(default_factory=list)
+    kept: int = 0
     lost: int = 0
     names: list[str] = field(default_factory=list)
 
@@ -207,9 +218,13 @@ def _read(index: int, memory: mmap.mmap, wanted: EventFilter | None) -> Recorded
     )  # fmt: skip
     if wanted is not None:
         known = wanted.after.get((pid, started), 0)
-        process.events, kept = _events(memory, names, wanted, known, written)
+        kinds = wanted.kinds_of(pid)
+        if kinds == NO_KINDS:
+            process.kept = min(max(0, written - known), _LAYOUT["event_count"])
+        else:
+            process.events, process.kept = _events(memory, names, replace(wanted, kinds=kinds), known, written)
         process.names = list(names.all())
-        process.lost = max(0, written - known - kept)
+        process.lost = max(0, written - known - process.kept)
     return process
 
 
@@ -318,7 +333,7 @@ def _events(
     if wanted.failed:
         whole = whole[whole["status"] != Status.OK]
     if wanted.since_ns:
-        whole = whole[whole["end_ns"] > wanted.since_ns]
+        whole = whole[(whole["end_ns"] > wanted.since_ns) | numpy.isin(whole["kind"], wanted.always)]
     whole = whole[numpy.argsort(whole["stamp"])][-wanted.limit :]
     texts = {number: names[number] for number in {*whole["name"].tolist(), *whole["detail"].tolist()}}
     events = [

@@ -202,6 +202,7 @@ def read(folder: str | Path, wanted: EventFilter = ALL_EVENTS) -> Recording:
     rows: dict[Key, dict[str, Any]] = {}
     events: dict[Key, list[RecordedEvent]] = {}
     overwritten: dict[Key, int] = {}
+    kept: dict[Key, int] = {}
     looked_at, not_read, left = 0, "[]", MAX_EVENTS
     is_cut = False
     for path in reversed(files):  # the newest one has the last state of a process
@@ -212,6 +213,8 @@ def read(folder: str | Path, wanted: EventFilter = ALL_EVENTS) -> Recording:
                     if unix_ns > looked_at:
                         looked_at, not_read = unix_ns, text
                 keys = _read_processes(connection, path.name, rows, overwritten)
+                for process, count in connection.execute("select process, count(*) from event group by process"):
+                    kept[keys[process]] = kept.get(keys[process], 0) + count
                 found = _read_events(connection, wanted, left + 1)
         except sqlite3.Error as error:
             if not path.exists():  # the writer has deleted it meanwhile, with all older ones
@@ -221,9 +224,7 @@ def read(folder: str | Path, wanted: EventFilter = ALL_EVENTS) -> Recording:
         for process, *fields in found[:left]:
             events.setdefault(keys[process], []).append(_event(fields))
         left -= len(found[:left])
-        if is_cut:
-            break
-    recording = _recording(rows, events, overwritten, looked_at)
+    recording = _recording(rows, events, kept, overwritten, looked_at)
     recording.unread += [Unread(*each) for each in json.loads(not_read)]
     if is_cut:
         reason = f"a query reads its newest {MAX_EVENTS:,} events: ask with a condition on timestamp_us or kind"
@@ -252,16 +253,21 @@ def _read_events(connection: sqlite3.Connection, wanted: EventFilter, limit: int
         values += [int(kind) for kind in wanted.kinds]
     if wanted.failed:
         condition.append("status != 0")
+    always = ", ".join(str(int(kind)) for kind in wanted.always)
     if wanted.since_ns:
-        condition.append("end_unix_ns > ?")
+        condition.append(f"(end_unix_ns > ? or kind in ({always}))")
         values.append(wanted.since_ns)
+    if wanted.pids is not None:
+        pids = ", ".join(str(pid) for pid in wanted.pids)
+        condition.append(f"(process in (select id from process where pid in ({pids})) or kind in ({always}))")
     query = f"select * from event where {' and '.join(condition)} order by end_unix_ns desc limit ?"
     return connection.execute(query, [*values, limit]).fetchall()
 
 
 def _recording(
-    rows: dict[Key, dict[str, Any]], events: dict[Key, list[RecordedEvent]], overwritten: dict[Key, int], now: int
-) -> Recording:
+    rows: dict[Key, dict[str, Any]], events: dict[Key, list[RecordedEvent]], kept: dict[Key, int],
+    overwritten: dict[Key, int], now: int,
+) -> Recording:  # fmt: skip
     programs: dict[tuple[str, int, str], Program] = {}
     processes = list[ProcessRecording]()
     for key, row in sorted(rows.items(), key=lambda item: (item[1]["file"], item[1]["id"])):
@@ -279,7 +285,7 @@ def _recording(
             state=SlotState.ALIVE if is_alive else SlotState.ENDED, started_ns=row["started_unix_ns"],
             exit_code=row["exit_code"], identity=_unsigned(row["identity"]),
             activities=[Activity(*fields) for fields in json.loads(row["activities"])],
-            events=own, lost=overwritten[key], names=json.loads(row["names"]),
+            events=own, kept=kept.get(key, 0), lost=overwritten[key], names=json.loads(row["names"]),
         )  # fmt: skip
         processes.append(ProcessRecording(recorded, program, process))
     return Recording(list(programs.values()), processes, [], now, 0, is_past=True)

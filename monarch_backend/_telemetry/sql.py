@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from monarch_backend._telemetry import program_recording, recording_history
+from monarch_backend._telemetry import program_recording, recording_history, sql_filters
 from monarch_backend._telemetry.errors import QueryError
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.sql_tables import COLUMNS, Tables
@@ -117,16 +117,16 @@ def query(sql: str, program: str | int | None = None) -> QueryResult:
     ['{"shard":3}']
     """
     name = program_recording.of_this_process() if program is None else str(program)
-    return answer(sql, program_recording.read(name))
+    return answer(sql, program_recording.read(name, sql_filters.filter_of(sql)))
 
 
 def answer(sql: str, recording: Recording) -> QueryResult:
-    """Return the answer to a query over this recording. Raises QueryError."""
+    """Return the answer to a query over this recording, which has the events of `filter_of`. Raises QueryError."""
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         _fill(connection, set(re.findall(r"\w+", sql.lower())), recording)
         columns, rows, is_truncated = _select(connection, sql)
     processes = [
-        ReadProcess(each.pid, each.label, len(each.recorded.events), each.recorded.lost) for each in recording.processes
+        ReadProcess(each.pid, each.label, each.recorded.kept, each.recorded.lost) for each in recording.processes
     ]
     unread = [str(each) for each in recording.unread]
     return QueryResult(columns, rows, processes, unread, is_truncated)
@@ -158,7 +158,7 @@ def answer_from(sql: str, path: str) -> QueryResult:
     Raises QueryError and OSError.
     """
     if os.path.isdir(path):
-        return answer(sql, recording_history.read(path))
+        return answer(sql, recording_history.read(path, sql_filters.filter_of(sql, wall_offset_ns=0)))
     with open(path, "rb"):  # the error of sqlite does not say why
         pass
     name = urllib.parse.quote(os.path.abspath(path))

@@ -149,7 +149,7 @@ class Tables:
             yield (
                 each.pid, each.label, each.program.pid, each.program.command, process.parent or None,
                 "running" if is_alive(each) else "ended", None if is_alive(each) else recorded.exit_code,
-                self._wall(recorded.started_ns), process.memory, process.cpu_seconds, len(recorded.events),
+                self._wall(recorded.started_ns), process.memory, process.cpu_seconds, recorded.kept,
                 recorded.lost, _identity(recorded.identity), each.host,
             )  # fmt: skip
 

@@ -134,6 +134,7 @@ def _save(args: argparse.Namespace) -> int:
 def _keep(args: argparse.Namespace) -> int:
     """Add to a history until a signal. Programs may end and start meanwhile."""
     from monarch_backend._telemetry import program_recording
+    from monarch_backend._telemetry.reader import EventFilter
     from monarch_backend._telemetry.recording_history import HistoryWriter
 
     if not args.output:
@@ -143,7 +144,7 @@ def _keep(args: argparse.Namespace) -> int:
         with HistoryWriter(args.output, args.keep_hours * 3600, args.keep_bytes) as history, until_signal() as ended:
             while True:
                 try:
-                    added = history.append(program_recording.read(args.program, history.after))
+                    added = history.append(program_recording.read(args.program, EventFilter(after=history.after)))
                     lost = f"; {added.overwritten} older events were overwritten" if added.overwritten else ""
                     print(f"added {added.events} events{lost}", flush=True)
                     is_waiting = False

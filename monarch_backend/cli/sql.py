@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the answer. Return 0, or 1 with one line if the query is wrong or there is no such program."""
     from monarch_backend._job.errors import JobError
-    from monarch_backend._telemetry import sql
+    from monarch_backend._telemetry import sql, sql_filters
     from monarch_backend.cli.subject import look_at
 
     if args.file and args.program:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             result = sql.answer_from(args.query, args.file)
         else:
             with look_at(args.program) as there:
-                result = sql.answer(args.query, there.recording())
+                result = sql.answer(args.query, there.recording(sql_filters.filter_of(args.query)))
     except (sql.QueryError, LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("sql", error)
     if args.json:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from monarch_backend._telemetry import late_ranks, program_recording
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.programs import Program, select
+from monarch_backend._telemetry.reader import ALL_EVENTS, EventFilter
 from monarch_backend._telemetry.stacks import Stacks, read_all
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ class ThisMachine:
         late_ranks.add_to(chosen)
         return chosen, []
 
-    def recording(self) -> Recording:
+    def recording(self, wanted: EventFilter = ALL_EVENTS) -> Recording:
         """Return what the programs have recorded. Raises as `programs` does."""
-        return program_recording.read(self._name)
+        return program_recording.read(self._name, wanted)
 
     def stacks(self, _host: str, pids: Sequence[int], native: bool = False) -> list[Stacks]:
         """Return the stacks of processes."""

@@ -21,9 +21,12 @@ import pytest
 from monarch_backend import _native, errors, telemetry
 from monarch_backend._core import platform
 from monarch_backend._telemetry import program_recording, recording_history, sql
+from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.program_recording import Recording, Unread
+from monarch_backend._telemetry.reader import EventFilter
 from monarch_backend._telemetry.recording_area import AREA_NAME
 from monarch_backend._telemetry.recording_history import HistoryWriter
+from monarch_backend._telemetry.sql_filters import filter_of
 from monarch_backend._telemetry.sql_tables import COLUMNS
 from monarch_backend.telemetry import QueryError, QueryResult
 from tests.telemetry.traced_program import traced_program
@@ -212,6 +215,79 @@ def test_commands_keep_and_ask_a_history(running: subprocess.Popen[str], tmp_pat
     assert asked.stdout.split() == ["n", "11"] and "4 processes read" in asked.stderr
     asked = _command("select 1", "--from", str(tmp_path))
     assert asked.returncode == 1 and "is no folder of monarch-backend export history" in asked.stderr
+
+
+@pytest.mark.parametrize("table", sorted(set(COLUMNS) - {"logs", "stacks", "processes"}))
+def test_events_that_a_query_needs_give_the_same_rows(
+    table: str, recording: Recording, running: subprocess.Popen[str]
+) -> None:
+    _same_answer(f"select * from {table}", recording, running.pid)
+
+
+PUSHED = [
+    ("select name, value from metrics where {pid} = pid and value > 0", "metric", True, False, ""),
+    ("select actor, endpoint from messages where to_pid = {pid} + 0 and status = 'error'", "message", True, False, ""),
+    ("select name from spans where timestamp_us >= {now} - 1 and pid = {pid};", "span", True, True, ""),
+    ("select name, thread_name from spans where timestamp_us > {now} -- the end", "actor message span", False, True,
+     "actor message"),
+    ("select name, parent_id is null from spans where timestamp_us > {now}", "span", False, False, ""),
+    ("select name from events where kind = 'step' and pid = {pid} order by 1", "step", True, False, ""),
+    ("select name, thread_name from events where kind = 'span' and pid = {pid}", "actor message span", True, False,
+     "actor message"),
+    ("select endpoint, queued_us from messages where to_pid = {pid}", "actor message sent", False, False, ""),
+    ("select endpoint, handled from sent_messages where pid = {pid} or 1", "actor message sent", False, False,
+     "actor message"),
+    ("select count(*) from steps where pid = {pid} or pid > 0", "step", False, False, ""),
+    ("select count(*) from steps where not pid = {pid}", "step", False, False, ""),
+    ("select count(*) from steps where pid = {pid} = 0", "step", False, False, ""),
+    ("select count(*) from steps where pid between 0 and {pid} and pid = 0", "step", False, False, ""),
+    ("select count(*) from steps where name != \"a and pid = 0 and b\"", "step", False, False, ""),
+    ("select count(*) from steps where case when pid = 1 and pid = {pid} then 0 else 1 end", "step", False, False, ""),
+    ("select count(*) from steps where pid in (select 0) or name = '' /* and pid = 0 */", "step", False, False, ""),
+    ("select a.pid from steps a join steps b on a.pid = b.pid where a.pid = {pid}", "step", False, False, ""),
+    ("select pid from steps where pid = {pid} union select pid from metrics", "metric step", False, False, ""),
+    ("select label, overwritten_events from processes", None, False, False, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("query", "kinds", "of_pids", "of_time", "always"), PUSHED)
+def test_conditions_of_a_query_restrict_what_is_read(
+    query: str, kinds: str | None, of_pids: bool, of_time: bool, always: str, recording: Recording, history: Path
+) -> None:
+    pid = next(each.pid for each in recording.processes if each.label == "gpus 1 of trainers")
+    now = (recording.now_ns + recording.wall_offset_ns) // 1000
+    query = query.format(pid=pid, now=now - int(600e6))  # ten minutes before: all events are later
+    wanted = filter_of(query)
+    assert [Kind(kind).title for kind in sorted(wanted.kinds)] == sorted((kinds or "0").split(), key=_kind_number)
+    assert (wanted.pids == frozenset({pid})) == of_pids and bool(wanted.since_ns) == of_time
+    if always or of_pids or of_time:
+        assert [Kind(kind).title for kind in wanted.always] == sorted(always.split(), key=_kind_number)
+    _same_answer(query, recording, recording.programs[0].pid)
+    assert sql.answer_from(query, str(history)).rows == sql.answer(query, recording).rows
+
+
+def _kind_number(title: str) -> int:
+    return int(title) if title.isdecimal() else Kind[title.upper()]
+
+
+def test_filter_reads_later_events_and_all_of_some_kinds(recording: Recording) -> None:
+    process = recording.processes[1]
+    last = process.recorded.events[-1]
+    wanted = EventFilter(since_ns=last.end_ns - 1, pids=frozenset({process.pid}), always=(Kind.ACTOR,))
+    found = program_recording.read(str(process.pid), wanted)
+    for before, after in zip(recording.processes, found.processes, strict=True):
+        of_kind = before.events(Kind.ACTOR)
+        expected = sorted({*of_kind, *([last] if before is process else [])})
+        assert after.recorded.events == expected
+        assert (after.recorded.kept, after.recorded.lost) == (before.recorded.kept, before.recorded.lost)
+
+
+def _same_answer(query: str, recording: Recording, pid: int) -> None:
+    """Check that the events of the query's filter give the same answer as all events, at the same time."""
+    times = {"now_ns": recording.now_ns, "wall_offset_ns": recording.wall_offset_ns}
+    found = sql.answer(query, replace(program_recording.read(str(pid), filter_of(query)), **times))
+    expected = sql.answer(query, recording)
+    assert (found.columns, found.rows, found.processes) == (expected.columns, expected.rows, expected.processes)
 
 
 def test_processes_are_those_of_the_program(recording: Recording, running: subprocess.Popen[str]) -> None:

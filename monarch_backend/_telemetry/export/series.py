@@ -26,7 +26,7 @@ from monarch_backend._telemetry.program_recording import (
     is_alive,
 )
 from monarch_backend._telemetry.programs import Program
-from monarch_backend._telemetry.reader import RecordedEvent
+from monarch_backend._telemetry.reader import EventFilter, RecordedEvent
 
 BOUNDS = tuple(float(f"{digit}e{exponent}") for exponent in range(-5, 5) for digit in (1, 2.5, 5))
 """Upper bounds of the buckets of each histogram: three in each power of ten, from 10 us to 50,000."""
@@ -174,7 +174,7 @@ class Collector:
         Raises LookupError if there is no such program, NotImplementedError without /proc.
         """
         after = {key: each.last_event for key, each in self._sums.items()}
-        recording = program_recording.read(self._name, after)
+        recording = program_recording.read(self._name, EventFilter(after=after))
         sums = {}
         for process in recording.processes:
             key = process.pid, process.recorded.started_ns
