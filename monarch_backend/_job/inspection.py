@@ -25,7 +25,7 @@ from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._job import state_file
 from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
-from monarch_backend._telemetry import late_ranks, program_recording
+from monarch_backend._telemetry import gpu_memory, late_ranks, program_recording
 from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.programs import Program, programs
@@ -74,6 +74,7 @@ class HostReader(Actor):
         agents = [each for each in everything if each.label.startswith("agent ")]
         if of_programs:
             late_ranks.add_to(found.programs)
+            gpu_memory.add_to(found.programs)
         found.remove([*readers, *(each for each in agents if starters[each.pid] == children[each.pid])])
         pids = {each.pid for each in found.processes}
         handlers = found if of_programs else program_recording.read_pids([daemon], MESSAGES)
@@ -149,7 +150,9 @@ class Inspection:
     def programs(self) -> tuple[list[Program], list[Unread]]:
         """Return the programs of all hosts, and the hosts and processes that were not read."""
         found = self._read(None)
-        late_ranks.add_to(program for program in found.programs if not program.host)
+        here = [program for program in found.programs if not program.host]
+        late_ranks.add_to(here)
+        gpu_memory.add_to(here)
         return found.programs, found.unread
 
     def recording(self, wanted: EventFilter = ALL_EVENTS) -> Recording:

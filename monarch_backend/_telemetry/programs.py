@@ -21,7 +21,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Process:
-    """A process of a program. Times are in seconds, memory in bytes. ``parent`` is the pid of its starter."""
+    """A process of a program. Times are in seconds, memory in bytes. ``parent`` is the pid of its starter.
+
+    gpu_memory.py fills ``gpu_memory``, where asked.
+    """
 
     pid: int
     label: str
@@ -32,6 +35,7 @@ class Process:
     memory: int | None
     cpu_seconds: float | None
     activities: list[dict[str, Any]]
+    gpu_memory: int | None = None
 
 
 @dataclass

@@ -77,7 +77,10 @@ def _process_line(process: Process, program: Program) -> str:
         what += f" on {program.host}" if program.host else ""
     facts = [f"pid {process.pid}", process.state if process.exit_code is None else f"ended with {process.exit_code}"]
     if process.memory is not None and process.cpu_seconds is not None:
-        facts += [f"{process.memory / 2**20:.0f} MiB", f"{process.cpu_seconds:.1f} s of processor time"]
+        facts.append(f"{process.memory / 2**20:.0f} MiB")
+        if process.gpu_memory is not None:
+            facts.append(f"{process.gpu_memory / 2**20:.0f} MiB of GPU memory")
+        facts.append(f"{process.cpu_seconds:.1f} s of processor time")
     return f"{what} ({', '.join(facts)})"
 
 

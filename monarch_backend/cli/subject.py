@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monarch_backend._telemetry import late_ranks, program_recording
+from monarch_backend._telemetry import gpu_memory, late_ranks, program_recording
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.programs import Program, select
 from monarch_backend._telemetry.reader import ALL_EVENTS, EventFilter
@@ -32,6 +32,7 @@ class ThisMachine:
         """Return the programs. Raises LookupError if there is no such program, NotImplementedError without /proc."""
         chosen = select(self._name)
         late_ranks.add_to(chosen)
+        gpu_memory.add_to(chosen)
         return chosen, []
 
     def recording(self, wanted: EventFilter = ALL_EVENTS) -> Recording:
