@@ -8,6 +8,7 @@ The implementation is in _telemetry/: spans.py and metrics.py record, sql.py ans
 """
 
 from monarch_backend import _wiring as _wiring
+from monarch_backend._telemetry.export.torch_debug import add_torch_debug_handler
 from monarch_backend._telemetry.metrics import Counter, Gauge, Histogram, Meter, UpDownCounter, get_meter
 from monarch_backend._telemetry.present_context import traceparent
 from monarch_backend._telemetry.profile_result import ProfileResult
@@ -25,6 +26,7 @@ __all__ = [
     "QueryResult",
     "ReadProcess",
     "UpDownCounter",
+    "add_torch_debug_handler",
     "get_meter",
     "query",
     "remote_parent",
