@@ -722,7 +722,7 @@ def ignore_unhandled(signal: int) -> bool:
 def wrap_dump_handler(signal: int, descriptor: int) -> None:
     """Let the present handler of the signal, which writes stacks to this descriptor, run with the GIL only."""
 
-def set_request_handler(handler: Callable[[int], object]) -> None:
+def set_request_handler(handler: Callable[[int, int], object]) -> None:
     """Call this with the sender's pid when the stack signal is sent with a value."""
 
 def stop_recording() -> None: ...

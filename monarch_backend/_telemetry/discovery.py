@@ -51,15 +51,16 @@ def areas() -> Iterator[Area]:
 
 def descriptor_named(pid: int, name: str) -> int | None:
     """Return the descriptor of a process's memory file with this name. Return None if there is none to see."""
-    folder, wanted = f"/proc/{pid}/fd", f"/memfd:{name} (deleted)"
     try:
-        descriptors = os.listdir(folder)
+        descriptors = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # ended, or another user's
         return None
-    for descriptor in descriptors:
-        try:
-            if os.readlink(f"{folder}/{descriptor}") == wanted:
-                return int(descriptor)
-        except OSError:
-            continue
-    return None
+    return next((int(each) for each in descriptors if is_named(pid, each, name)), None)
+
+
+def is_named(pid: int, descriptor: int | str, name: str) -> bool:
+    """Return whether a descriptor of a process is a memory file with this name."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}") == f"/memfd:{name} (deleted)"
+    except OSError:
+        return False

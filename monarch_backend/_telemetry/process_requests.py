@@ -41,7 +41,7 @@ class Request:
         if (why := stacks.refusal(self._pid)) is not None:
             raise RequestError(why)
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.sigqueue(self._pid, stack_signal(), ctypes.c_void_p(1)) != 0:
+        if libc.sigqueue(self._pid, stack_signal(), ctypes.c_void_p(self._descriptor)) != 0:
             raise RequestError(f"it can't be asked: {os.strerror(ctypes.get_errno())}")
 
     def state(self) -> bytes:

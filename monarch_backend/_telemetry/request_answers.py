@@ -1,8 +1,9 @@
 """Answers of this process to requests of others of this user, such as a profile: process_requests.py sends them.
 
-A request is a memory file of the requester, whose pid the kernel tells with the signal. The work is done on a thread,
-and the answer written into the file. So nothing is left when either process ends. Only the same user can open
-the file. What answers a request is an extension of the name "request NAME".
+A request is a memory file of the requester. The kernel tells the requester's pid with the signal, whose value is the
+file's descriptor there. The work is done on a thread, and the answer written into the file. So nothing is left when
+either process ends. Only the same user can open the file. What answers a request is an extension of the name
+"request NAME".
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class Asked:
         os.pwrite(self._descriptor, ENDED, 0)
 
 
-def answer(requester: int) -> None:
-    """Answer the request of another process to this one."""
+def answer(requester: int, number: int) -> None:
+    """Answer the request of another process to this one. ``number`` is the descriptor of the request there."""
     try:
-        number, descriptor = _open(requester)
-    except (OSError, ValueError, LookupError):  # it has given up, or is another user's
+        descriptor = _open(requester, number)
+    except (OSError, LookupError):  # it has given up, or is another user's
         return
     try:
         request = json.loads(os.pread(descriptor, 1 << 16, BODY_AT))
@@ -80,15 +81,14 @@ def answer(requester: int) -> None:
         os.close(descriptor)
 
 
-def _open(requester: int) -> tuple[int, int]:
-    number = discovery.descriptor_named(requester, name_for(os.getpid()))
-    if number is None:
-        raise LookupError("the requester has no file for this process")
+def _open(requester: int, number: int) -> int:
+    if not discovery.is_named(requester, number, name_for(os.getpid())):
+        raise LookupError("the requester has no such file for this process")
     descriptor = os.open(f"/proc/{requester}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(descriptor).st_uid not in (os.geteuid(), 0):
         os.close(descriptor)
         raise LookupError("the file is another user's")
-    return number, descriptor
+    return descriptor
 
 
 def is_imported(module: str) -> bool:

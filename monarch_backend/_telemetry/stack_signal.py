@@ -54,15 +54,15 @@ def install() -> bool:
     return True
 
 
-def _on_request(requester: int) -> None:
+def _on_request(requester: int, descriptor: int) -> None:
     """Answer a request on a new thread. The calling one must not wait, for example for the lock of an import."""
-    _thread.start_new_thread(_answer, (requester,))
+    _thread.start_new_thread(_answer, (requester, descriptor))
 
 
-def _answer(requester: int) -> None:
+def _answer(requester: int, descriptor: int) -> None:
     from monarch_backend._telemetry import request_answers
 
-    request_answers.answer(requester)
+    request_answers.answer(requester, descriptor)
 
 
 def _in_forked_child() -> None:

@@ -246,9 +246,49 @@ def test_process_that_ends_meanwhile_is_named() -> None:
                 wait_until(request.answer)
 
 
+WAITS_WITH_THE_GIL = """
+import ctypes
+print("ready", flush=True)
+ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)  # PyDLL keeps the GIL
+print("free", flush=True)
+input()
+"""
+
+REQUESTS = """
+import sys
+from monarch_backend._telemetry.process_requests import Request
+from monarch_backend._telemetry.request_answers import RequestError
+with Request(int(sys.argv[1]), do="nothing") as request:
+    print("sent", flush=True)
+    input()
+    try:
+        while request.answer() is None:
+            pass
+    except RequestError as error:
+        print(error)
+"""
+
+
+def test_requests_of_the_same_moment_are_all_answered() -> None:
+    """The process takes no request before it has three: of two processes, and two of one process."""
+    with _python(WAITS_WITH_THE_GIL) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        with _python(REQUESTS, str(process.pid)) as other:
+            assert other.stdout is not None and other.stdout.readline() == "sent\n"
+            with Request(process.pid, do="nothing") as first, Request(process.pid, do="nothing") as second:
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "free\n"
+                for request in (first, second):
+                    with pytest.raises(RequestError, match="it does not know the request nothing"):
+                        wait_until(request.answer)
+                assert "it does not know the request nothing" in other.communicate("\n", timeout=60)[0]
+
+
 def test_request_of_an_absent_file_is_ignored() -> None:
-    request_answers.answer(os.getpid())  # this process has no request for itself
-    request_answers.answer(2**22 + 1)
+    request_answers.answer(os.getpid(), 0)  # this process has no request for itself
+    request_answers.answer(2**22 + 1, 3)
 
 
 def test_work_ends_with_its_requester(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +302,7 @@ def test_work_ends_with_its_requester(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(extension_points._loaders, "request waits", lambda: handler)
     monkeypatch.setattr(Request, "_send", lambda self: None)
     request = Request(os.getpid(), do="waits")
-    thread = threading.Thread(target=request_answers.answer, args=(os.getpid(),))
+    thread = threading.Thread(target=request_answers.answer, args=(os.getpid(), request._descriptor))
     thread.start()
     assert wait_until(lambda: os.pread(request._descriptor, 6, 0) == b"taken\n")
     request.close()

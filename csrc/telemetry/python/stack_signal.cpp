@@ -6,8 +6,11 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <thread>
 
@@ -16,12 +19,14 @@
 namespace monarch::telemetry {
 namespace {
 
+constexpr std::size_t max_waiting_requests = 64;  // of further ones, the requesters get no answer
+
 std::atomic<int> file{-1};
 std::atomic<void (*)(int)> write_dump{nullptr};
 std::atomic<int> dump_signal{0};
 sem_t dump_wanted;  // never destroyed
 pid_t helped = 0;   // the process that has the thread
-std::atomic<pid_t> requester{0};
+std::array<std::atomic<std::uint64_t>, max_waiting_requests> requests{};  // 0 is a free place
 PyObject* request_handler = nullptr;  // protected by the GIL
 
 void write_mark(const char* mark) {
@@ -45,11 +50,31 @@ bool has_gil() {
   return current != nullptr && current == PyGILState_GetThisThreadState();
 }
 
+// The sender's pid and the value that it has sent, as one number: a place is written at once.
+std::uint64_t packed(pid_t from, int value) {
+  return static_cast<std::uint64_t>(static_cast<std::uint32_t>(from)) << 32 | static_cast<std::uint32_t>(value);
+}
+
+// Only calls that a signal handler may make: several threads may be in it. Returns false if all places are taken.
+bool keep_request(std::uint64_t request) {
+  for (auto& place : requests) {
+    std::uint64_t free = 0;
+    if (place.compare_exchange_strong(free, request)) return true;
+  }
+  return false;
+}
+
+std::uint64_t next_request() {
+  for (auto& place : requests) {
+    if (const std::uint64_t request = place.exchange(0)) return request;
+  }
+  return 0;
+}
+
 void on_signal(int, siginfo_t* info, void*) {
   const int error = errno;
   if (info->si_code == SI_QUEUE) {
-    requester.store(info->si_pid);
-    sem_post(&dump_wanted);
+    if (keep_request(packed(info->si_pid, info->si_value.sival_int))) sem_post(&dump_wanted);
   } else if (has_gil()) {
     dump();
   } else {
@@ -58,9 +83,10 @@ void on_signal(int, siginfo_t* info, void*) {
   errno = error;
 }
 
-void handle_request(pid_t from) {
+void handle_request(std::uint64_t request) {
   if (request_handler == nullptr) return;
-  PyObject* const result = PyObject_CallFunction(request_handler, "i", static_cast<int>(from));
+  const auto from = static_cast<int>(request >> 32), value = static_cast<int>(request & 0xffffffff);
+  PyObject* const result = PyObject_CallFunction(request_handler, "ii", from, value);
   if (result == nullptr) PyErr_WriteUnraisable(request_handler);
   Py_XDECREF(result);
 }
@@ -69,8 +95,8 @@ void dump_when_wanted() {
   while (true) {
     if (sem_wait(&dump_wanted) != 0) continue;
     const PyGILState_STATE state = PyGILState_Ensure();
-    if (const pid_t from = requester.exchange(0)) {
-      handle_request(from);
+    if (const std::uint64_t request = next_request()) {
+      handle_request(request);
     } else {
       dump();
     }
