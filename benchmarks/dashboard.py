@@ -34,6 +34,7 @@ from checkouts import ROOT
 from monarch_backend._dashboard import source
 from monarch_backend._dashboard.api import ROUTES, Query
 from monarch_backend._dashboard.source import Source
+from monarch_backend._telemetry.subject import ThisMachine
 
 PROGRAM = Path(__file__).with_name("_dashboard_program.py")
 QUERY = "select process, name, detail, state, duration_us from activities order by duration_us desc"
@@ -63,7 +64,7 @@ def measure_server(pid: int, repetitions: int) -> dict[str, tuple[float, int]]:
     """Return the median seconds and the bytes of each route."""
     found: dict[str, tuple[float, int]] = {}
     source.LOOK_AGE_S = 0.0
-    reader = Source(str(pid))
+    reader = Source(ThisMachine(str(pid)))
     for route in ROUTES:
         if route.path in ("/process", "/stacks"):  # of one process; and a program of this sort answers no signal soon
             continue

@@ -15,9 +15,10 @@ class Error(msgspec.Struct):
 
 
 class ProgramSummary(msgspec.Struct):
-    """A running program."""
+    """A running program, on a host of a job, or on this machine for ""."""
 
     pid: int
+    host: str
     command: str
     processes: int
     running: int
@@ -26,7 +27,7 @@ class ProgramSummary(msgspec.Struct):
 
 
 class Programs(msgspec.Struct):
-    """Running programs of this user on this machine."""
+    """Running programs, of this user on this machine or of a job."""
 
     unix_s: float
     programs: list[ProgramSummary]
@@ -58,6 +59,7 @@ class ProgramTree(msgspec.Struct):
     pid: int
     command: str
     ranks: list[Rank]
+    host: str = ""
 
 
 class Tree(msgspec.Struct):
@@ -65,12 +67,14 @@ class Tree(msgspec.Struct):
 
     unix_s: float
     programs: list[ProgramTree]
+    not_read: list[str] = []
 
 
 class ProcessRates(msgspec.Struct):
     """Rates of a process. ``cpu`` is in processors."""
 
     pid: int
+    host: str
     messages_per_s: float
     bytes_per_s: float
     cpu: float
@@ -122,6 +126,7 @@ class Failure(msgspec.Struct):
     pid: int
     chain: list[Cause]
     log: list[str]
+    host: str = ""
 
 
 class Failures(msgspec.Struct):
@@ -146,6 +151,7 @@ class ProgramStacks(msgspec.Struct):
     pid: int
     command: str
     groups: list[StackGroup]
+    host: str = ""
 
 
 class StacksAnswer(msgspec.Struct):
@@ -163,6 +169,7 @@ class LogLineAnswer(msgspec.Struct):
     pid: int
     stream: str
     text: str
+    host: str = ""
 
 
 class Logs(msgspec.Struct):
@@ -174,6 +181,7 @@ class Logs(msgspec.Struct):
     lines: list[LogLineAnswer]
     left_out: int
     kept: bool
+    not_read: list[str] = []
 
 
 class SqlAnswer(msgspec.Struct):

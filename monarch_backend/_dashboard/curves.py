@@ -32,7 +32,8 @@ def curves(recording: Recording, name: str, points: int) -> Metrics:
             if not name or event.name == name:
                 value = double(event.trace if event.reference in SUMS else event.value)
                 key = event.name or "(name not recorded)", event.reference, event.detail
-                found[key][process.label, process.pid].append(((event.end_ns + recording.wall_offset_ns) / 1e9, value))
+                label = f"{process.label} on {process.host}" if process.host else process.label
+                found[key][label, process.pid].append(((event.end_ns + recording.wall_offset_ns) / 1e9, value))
     series = [each for key in sorted(found) for each in _series(key, found[key], points)]
     return Metrics(series[:MAX_SERIES], max(0, len(series) - MAX_SERIES), [str(each) for each in recording.unread])
 

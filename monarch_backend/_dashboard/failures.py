@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from monarch_backend._dashboard.answers import Cause, Failure, Failures
 from monarch_backend._telemetry.kinds import Kind, Status
-from monarch_backend._telemetry.program_output import ProgramOutput
+from monarch_backend._telemetry.program_output import LineFilter
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording, is_alive
 from monarch_backend._telemetry.reader import EventFilter, RecordedEvent
+from monarch_backend._telemetry.subject import Subject
 
 WANTED = EventFilter(kinds=(Kind.ACTOR, Kind.MESSAGE, Kind.COLLECTIVE, Kind.TRANSFER), failed=True)
 """Events that `find` needs."""
@@ -18,6 +20,9 @@ WANTED = EventFilter(kinds=(Kind.ACTOR, Kind.MESSAGE, Kind.COLLECTIVE, Kind.TRAN
 MAX_FAILURES = 200
 LOG_LINES = 12
 """Last lines of output of a process that a failure has."""
+
+MAX_LOG_LINES = 10_000
+"""Last lines of the failed processes of a program in which those of each one are looked for."""
 
 _MAX_CHAIN = 20
 
@@ -41,14 +46,14 @@ class _Failed:
         return f"{name} {verb} after {event.duration_ns / 1e9:.3g} s"
 
 
-def find(recording: Recording) -> Failures:
-    """Return the failures in a recording that was read with `WANTED`."""
+def find(recording: Recording, there: Subject) -> Failures:
+    """Return the failures in a recording that was read with `WANTED`. ``there`` has the output of the processes."""
     failed = [_Failed(process, event) for process in recording.processes for event in process.recorded.events]
     failed.sort(key=lambda each: -each.event.end_ns)
     found = [*_ended(recording), *(_failure(each, failed, recording) for each in failed[:MAX_FAILURES])]
     found.sort(key=lambda each: -(each.unix_s or 0))
     shown = found[:MAX_FAILURES]
-    _add_logs(shown, recording)
+    _add_logs(shown, recording, there)
     left_out = len(failed) - MAX_FAILURES if len(failed) > MAX_FAILURES else 0
     return Failures(shown, left_out + len(found) - len(shown), [str(each) for each in recording.unread])
 
@@ -67,6 +72,7 @@ def _failure(failed: _Failed, others: list[_Failed], recording: Recording) -> Fa
         pid=failed.process.pid,
         chain=chain,
         log=[],
+        host=failed.process.host,
     )
 
 
@@ -109,6 +115,7 @@ def _ended(recording: Recording) -> Iterator[Failure]:
             pid=process.pid,
             chain=chain,
             log=[],
+            host=process.host,
         )
 
 
@@ -119,15 +126,15 @@ def _exit_text(code: int) -> str:
         return f"by signal {-code}"
 
 
-def _add_logs(failures: list[Failure], recording: Recording) -> None:
+def _add_logs(failures: list[Failure], recording: Recording, there: Subject) -> None:
     for program in recording.programs:
-        pids = {process.pid for process in program.processes}
-        own = [each for each in failures if each.pid in pids]
+        own = [each for each in failures if each.host == program.host and program.has([each.pid])]
         if not own:
             continue
+        wanted = LineFilter(ranks=tuple({str(each.pid) for each in own}), limit=MAX_LOG_LINES)
         lines: dict[int, list[str]] = {}
-        with ProgramOutput(program) as output:
-            for line in output.read():
+        with contextlib.suppress(LookupError):  # its host does not answer any more
+            for line in there.lines(program, wanted).lines:
                 lines.setdefault(line.pid, []).append(line.text)
         for each in own:
             each.log = lines.get(each.pid, [])[-LOG_LINES:]

@@ -28,6 +28,7 @@ from monarch_backend._dashboard.guard import Guard
 from monarch_backend._dashboard.problem import Problem, as_response
 from monarch_backend._dashboard.source import Source
 from monarch_backend._telemetry.errors import QueryError
+from monarch_backend._telemetry.subject import Subject
 
 MAX_BODY_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 64 << 20
@@ -177,7 +178,7 @@ class Server:
     """A server that listens. ``address`` is the base of its URLs."""
 
     def __init__(
-        self, program: str | None, host: str, port: int, token: str, *, remote: bool = False
+        self, there: Subject, host: str, port: int, token: str, *, remote: bool = False
     ) -> None:  # fmt: skip
         """Listen. Raises OSError if the host is unknown or the port is in use."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -186,7 +187,7 @@ class Server:
         self.address = f"http://{name}:{self._socket.getsockname()[1]}/"
         names = (host, socket.gethostname(), socket.getfqdn()) if remote else (host,)
         self._on_start: Callable[[], None] = lambda: None
-        app = application(Source(program), token, names, any_address=remote, on_start=lambda: self._on_start())
+        app = application(Source(there), token, names, any_address=remote, on_start=lambda: self._on_start())
         # Without an access log: it would repeat each request of the page, and search texts.
         config = uvicorn.Config(
             app, access_log=False, log_level="warning", server_header=False, ws="none", limit_concurrency=256,

@@ -10,13 +10,14 @@ from monarch_backend._telemetry.labels import fold_labels
 from monarch_backend._telemetry.program_recording import Recording, is_alive
 from monarch_backend._telemetry.programs import Process, Program
 from monarch_backend._telemetry.rank_states import state_of, title_of
+from monarch_backend._telemetry.rates import ProcessKey
 
 MAX_IN_FLIGHT = 200
 
 
 def tree(program: Program) -> ProgramTree:
     """Return a program with the states of its processes."""
-    return ProgramTree(program.pid, program.command, [rank(each) for each in program.processes])
+    return ProgramTree(program.pid, program.command, [rank(each) for each in program.processes], program.host)
 
 
 def rank(process: Process) -> Rank:
@@ -43,23 +44,24 @@ def in_flight(recording: Recording) -> Collectives:
 
     Groups with one name in several programs are several groups, except that each rank of torchrun is a program itself.
     """
-    members = defaultdict[tuple[int, str], dict[int, str]](dict)  # labels by pid
-    inside = defaultdict[tuple[int, str, str, int], list[tuple[int, float, int]]](list)
+    members = defaultdict[tuple[ProcessKey, str], dict[ProcessKey, str]](dict)  # labels by process
+    inside = defaultdict[tuple[ProcessKey, str, str, int], list[tuple[ProcessKey, float, int]]](list)
     for process in recording.processes:
         if not is_alive(process):
             continue
-        program = process.program.pid if process.process.parent else 0
+        program = process.program.key if process.process.parent else ("", 0)
+        own = process.host, process.pid
         for each in process.recorded.activities:
             if each.kind == Kind.COLLECTIVE:
-                members[program, each.name][process.pid] = process.label
+                members[program, each.name][own] = process.label
                 if each.state != State.IDLE:
                     seconds = max(0, recording.now_ns - each.since_ns) / 1e9
-                    inside[program, each.name, each.detail, each.reference].append((process.pid, seconds, each.value))
+                    inside[program, each.name, each.detail, each.reference].append((own, seconds, each.value))
     found = []
     for (program, group, operation, number), entered in inside.items():
         labels = members[program, group]
-        pids = {pid for pid, _, _ in entered}
-        missing = labels.keys() - pids
+        present = {own for own, _, _ in entered}
+        missing = labels.keys() - present
         found.append(
             CollectiveInFlight(
                 group=group,
@@ -67,9 +69,9 @@ def in_flight(recording: Recording) -> Collectives:
                 number=number,
                 bytes=max(size for _, _, size in entered),
                 seconds=max(seconds for _, seconds, _ in entered),
-                entered=fold_labels(labels[pid] for pid in sorted(pids)),
-                entered_count=len(pids),
-                missing=fold_labels(labels[pid] for pid in sorted(missing)),
+                entered=fold_labels(labels[own] for own in sorted(present)),
+                entered_count=len(present),
+                missing=fold_labels(labels[own] for own in sorted(missing)),
                 missing_count=len(missing),
             )
         )

@@ -33,6 +33,9 @@ from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for the gateway to end its sessions with other hosts."""
 
+DEFAULT_HEARTBEAT_S = 1.0
+DEFAULT_SILENCE_S = 3.0
+
 GATEWAY_REPORT_S = 6.0
 """Seconds after a deadline in which the gateway reports that it has passed, and why."""
 
@@ -113,6 +116,29 @@ class HostRegistry(RuntimeExtension):
         through: Host | None = None,
     ) -> list[Host]:  # fmt: skip
         """Attach all or raise ConnectionError, with each reason and ``source``, a sentence on the secret."""
+        answers = self._request(addresses, secret, patience, any_torch, through)
+        failed = [each for each in answers if isinstance(each, str)]
+        if failed:
+            self.dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
+            what = f"{len(failed)} of {len(addresses)} hosts can't be attached: {'; '.join(failed)}"
+            raise ConnectionError(f"{what} ({source})")
+        return [each for each in self._add_all(addresses, answers, secret, through) if isinstance(each, Host)]
+
+    def attach_each(
+        self, addresses: Sequence[tuple[str, int]], secret: bytes, patience: float, any_torch: bool
+    ) -> list[Host | str]:
+        """Attach those that can be attached. The others have the reason in place of the host."""
+        return self._add_all(addresses, self._request(addresses, secret, patience, any_torch, None), secret, None)
+
+    def _request(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        secret: bytes,
+        patience: float,
+        any_torch: bool,
+        through: Host | None,
+    ) -> list[Attached | str]:
+        """Return the answers of the hosts, or the reasons why there are none."""
         numbers = [next(self._ids) for _ in addresses]
         asked, named = self.gateway, name_of(secret)
         if through is not None:
@@ -135,16 +161,23 @@ class HostRegistry(RuntimeExtension):
         if through is not None and through.lost is not None:
             raise ConnectionError(through.lost)
         answers = [self._answers.pop(number, None) for number in numbers]
-        failed = [
-            answer.reason if answer is not None else f"{address[0]}:{address[1]}: no answer within {patience:g} s"
+        return [
+            answer
+            if isinstance(answer, Attached)
+            else answer.reason
+            if answer is not None
+            else f"{address[0]}:{address[1]}: no answer within {patience:g} s"
             for answer, address in zip(answers, addresses, strict=True)
-            if not isinstance(answer, Attached)
         ]
-        if failed:
-            self.dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
-            what = f"{len(failed)} of {len(addresses)} hosts can't be attached: {'; '.join(failed)}"
-            raise ConnectionError(f"{what} ({source})")
-        made = [self._add(answer, address, through, secret) for answer, address in zip(answers, addresses, strict=True)]
+
+    def _add_all(
+        self, addresses: Sequence[tuple[str, int]], answers: Sequence[Attached | str], secret: bytes,
+        through: Host | None,
+    ) -> list[Host | str]:  # fmt: skip
+        made = [
+            answer if isinstance(answer, str) else self._add(answer, address, through, secret)
+            for answer, address in zip(answers, addresses, strict=True)
+        ]
         self._tell_everybody()
         return made
 
@@ -266,7 +299,7 @@ def go_through(owner: Any, gateway: str) -> None:
 
 def attach_to_workers(
     workers: Sequence[str], name: str = "hosts", *, secret: bytes | None = None, timeout: float = 15.0,
-    heartbeat: float = 1.0, silence: float = 3.0, any_torch: bool = False,
+    heartbeat: float = DEFAULT_HEARTBEAT_S, silence: float = DEFAULT_SILENCE_S, any_torch: bool = False,
 ) -> HostMesh:  # fmt: skip
     """Return a HostMesh of machines on which `monarch-backend up` runs. Its one dimension is "hosts".
 
@@ -305,9 +338,26 @@ def attach_to_workers(
     return _mesh_of(made, name)
 
 
+def attach_those_that_answer(
+    workers: Sequence[tuple[str, str]], *, secret: bytes, timeout: float
+) -> list[HostMesh | str]:  # fmt: skip
+    """Attach each of some hosts, given by name and address, as a mesh of its own, all at the same time.
+
+    Return for each host its mesh, or the reason why it was not attached within ``timeout`` seconds.
+    Raises as `attach_to_workers` does, except for a host that is not attached.
+    """
+    addresses = [parse_address(address) for _, address in workers]
+    with _attaching:
+        made = _registry(DEFAULT_HEARTBEAT_S, DEFAULT_SILENCE_S).attach_each(addresses, secret, timeout, False)
+    return [
+        each if isinstance(each, str) else _mesh_of([each], name) for each, (name, _) in zip(made, workers, strict=True)
+    ]
+
+
 def attach(
     address: str, workers: Sequence[str] | None = None, name: str = "hosts", *, secret: bytes | None = None,
-    timeout: float = 15.0, heartbeat: float = 1.0, silence: float = 3.0, any_torch: bool = False,
+    timeout: float = 15.0, heartbeat: float = DEFAULT_HEARTBEAT_S, silence: float = DEFAULT_SILENCE_S,
+    any_torch: bool = False,
 ) -> HostMesh:  # fmt: skip
     """Return a HostMesh of machines that can be reached from one machine only, such as the login node of a cluster.
 

@@ -503,7 +503,7 @@ class Job:
 
         self._read()
         with Inspection(self.path, [os.getpid()]) as inspection:
-            return answer(sql, inspection.recording(filter_of(sql)))
+            return answer(sql, inspection.recording(filter_of(sql)), inspection)
 
     def kill(self) -> None:
         """End all hosts that the job has started, from this program or another one.

@@ -11,7 +11,7 @@ from monarch_backend._telemetry.program_recording import Recording
 
 
 class ProfileResult:
-    """Profiles of several processes of one machine. `ProcMesh.profile` returns it in a future.
+    """Profiles of several processes. `ProcMesh.profile` returns it in a future.
 
     ``problems`` has the reason for each process without a profile, by its label; the others' profiles are kept.
     ``clock_error_bound_ns`` bounds the error between the times of different processes.
@@ -73,6 +73,14 @@ def take(
 
     ``further`` has problems of other processes.
     """
+    found, recording = take_here(processes, seconds=seconds, steps=steps)
+    return ProfileResult([*found, *further], recording)
+
+
+def take_here(
+    processes: Iterable[tuple[int, str]], *, seconds: float | None = None, steps: int | None = None
+) -> tuple[list[Profile], Recording]:
+    """Profile processes of this machine, and read what they have recorded."""
     ranks = list(processes)
     recordings: list[Recording] = []
 
@@ -82,4 +90,4 @@ def take(
     found = profiles.take(ranks, seconds=seconds, steps=steps, on_end=read)
     if not recordings:  # none was over at the same time as the others
         read()
-    return ProfileResult([*found, *further], recordings[0])
+    return found, recordings[0]

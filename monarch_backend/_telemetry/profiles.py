@@ -24,7 +24,7 @@ _POLL_S = 0.02
 
 @dataclass
 class Profile:
-    """Profile of one process. ``problem`` says why there is none.
+    """Profile of one process of a host, "" for this machine. ``problem`` says why there is none.
 
     ``events`` are torch's, whose ``ts`` is in microseconds. A time there plus ``offset_ns`` is one of CLOCK_MONOTONIC,
     with an error of at most ``bound_ns``.
@@ -33,10 +33,17 @@ class Profile:
     pid: int
     label: str
     problem: str = ""
+    host: str = ""
     steps: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)
     offset_ns: int = 0
     bound_ns: int = 0
+
+    def seen_from(self, host: str, ahead_ns: int, clock_error_ns: int) -> None:
+        """Name the host, and convert the times: its clock is ahead of the reader's by ``ahead_ns``."""
+        self.host = host
+        self.offset_ns -= ahead_ns
+        self.bound_ns += clock_error_ns
 
     def __str__(self) -> str:
         return f"{self.label} (pid {self.pid}): {self.problem or f'{len(self.events)} events'}"

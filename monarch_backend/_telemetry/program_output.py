@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from monarch_backend._telemetry import log_history
+from monarch_backend._telemetry.labels import is_named
 from monarch_backend._telemetry.log_history import HistoryReader, LogLine
 from monarch_backend._telemetry.programs import Program
+
+_SEARCH_S = 1.0
+"""Seconds between two searches for new processes, which read all of /proc."""
 
 
 class ProgramOutput:
@@ -45,6 +52,92 @@ class ProgramOutput:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass(frozen=True)
+class LineFilter:
+    """Lines that are wanted: of these ranks (labels or pids) or of all, with this regular expression, of the last
+    ``since_s`` seconds on the clock of their host; of these the last ``limit``.
+    """
+
+    ranks: tuple[str, ...] = ()
+    pattern: str = ""
+    since_s: float | None = None
+    limit: int | None = None
+
+    def test(self) -> Callable[[LogLine], bool]:
+        """Return the function that says whether a line is wanted, apart from ``limit``."""
+        after = float("-inf") if self.since_s is None else time.time() - self.since_s
+        search = re.compile(self.pattern).search
+
+        def is_wanted(line: LogLine) -> bool:
+            return (
+                line.time >= after
+                and (not self.ranks or any(is_named(line.label, name, line.pid) for name in self.ranks))
+                and (not self.pattern or search(line.text) is not None)
+            )
+
+        return is_wanted
+
+
+ALL_LINES = LineFilter()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of a program, oldest first. ``left_out`` counts earlier ones beyond the limit of the filter.
+
+    ``labels`` are those of the program's processes, also of ended ones that have written lines. ``is_kept`` is false if
+    the program keeps no output, and ``has_ended`` is true if it has ended.
+    """
+
+    lines: list[LogLine]
+    left_out: int
+    labels: list[str]
+    is_kept: bool
+    has_ended: bool = False
+
+
+class FollowedOutput:
+    """Output of a program, read again and again. ``find`` returns the program, None once it has ended."""
+
+    def __init__(self, find: Callable[[], Program | None]) -> None:
+        """Raises LookupError if the program has ended."""
+        self._find = find
+        found = find()
+        if found is None:
+            raise LookupError("the program has ended")
+        self._program = found
+        self._output = ProgramOutput(found)
+        self._searched_at = time.monotonic()
+
+    def next(self, wanted: LineFilter) -> Lines:
+        """Return the lines since the last call."""
+        has_ended = False
+        if time.monotonic() >= self._searched_at + _SEARCH_S:
+            found = self._find()
+            self._searched_at = time.monotonic()
+            has_ended = found is None
+            if found is not None:
+                self._program = found
+                self._output.find_histories(found)
+        lines = self._output.read()  # also after the end: the memory stays while it is mapped here
+        kept = list(filter(wanted.test(), lines))
+        left_out = 0 if wanted.limit is None else max(0, len(kept) - wanted.limit)
+        labels = labels_of(self._program, lines)
+        return Lines(kept[left_out:], left_out, labels, self._output.is_kept, has_ended)
+
+    def close(self) -> None:
+        self._output.close()
+
+
+def read(program: Program, wanted: LineFilter = ALL_LINES) -> Lines:
+    """Return the kept lines of a program of this machine that are wanted."""
+    output = FollowedOutput(lambda: program)
+    try:
+        return output.next(wanted)
+    finally:
+        output.close()
 
 
 def labels_of(program: Program, lines: Iterable[LogLine]) -> list[str]:

@@ -112,8 +112,7 @@ class Recording:
     """What was read, at time ``now_ns``. Wall time in nanoseconds is a time here plus ``wall_offset_ns``.
 
     Times of processes on other machines may be wrong by ``clock_error_ns``. ``is_past``: it was read from a file,
-    so other processes may have its pids now. ``callers``: identities of processes whose messages its processes have
-    handled, where that was asked for.
+    so other processes may have its pids now.
     """
 
     programs: list[Program]
@@ -123,7 +122,6 @@ class Recording:
     wall_offset_ns: int
     clock_error_ns: int = 0
     is_past: bool = False
-    callers: set[int] = field(default_factory=set)
 
     def seen_from(self, host: str, ahead_ns: int) -> None:
         """Name the host of all programs, and convert the times: its clock is ahead of the reader's by ``ahead_ns``."""
@@ -131,6 +129,7 @@ class Recording:
             program.host = host
         for process in self.processes:
             recorded = process.recorded
+            recorded.ahead_ns = ahead_ns
             recorded.started_ns -= ahead_ns
             recorded.activities = [replace(each, since_ns=each.since_ns - ahead_ns) for each in recorded.activities]
             recorded.events = [each._replace(end_ns=each.end_ns - ahead_ns) for each in recorded.events]
@@ -168,7 +167,7 @@ class Recording:
         return {each.recorded.identity: each for each in self.processes if each.recorded.identity}
 
 
-def read(name: str | None, wanted: EventFilter = ALL_EVENTS) -> Recording:
+def read(name: str | None, wanted: EventFilter | None = ALL_EVENTS) -> Recording:
     """Read the wanted events of the programs that ``name`` stands for, as `programs.select` does.
 
     Raises LookupError if there is no such program, and NotImplementedError without /proc.

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 DUMP_TIMEOUT_S = 20.0
@@ -39,6 +41,14 @@ def record(pid: int, seconds: float, path: str, rate: int = 100) -> None:
     _run([*words, "--format", "flamegraph", "--output", path], seconds + RECORD_GRACE_S)
     if not os.path.exists(path) or not os.path.getsize(path):
         raise PySpyError("py-spy has written nothing: the process ran no Python code")
+
+
+def flame_graph(pid: int, seconds: float) -> bytes:
+    """Return a flame graph of a process as SVG. It takes ``seconds``. Raises PySpyError."""
+    with tempfile.TemporaryDirectory(prefix="monarch-flame-") as folder:
+        path = Path(folder, "flame.svg")
+        record(pid, seconds, str(path))
+        return path.read_bytes()
 
 
 def _run(words: list[str], timeout: float) -> str:

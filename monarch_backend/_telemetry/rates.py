@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from monarch_backend._telemetry import discovery
-from monarch_backend._telemetry.programs import Program, select
+from monarch_backend._telemetry.programs import Program
+
+ProcessKey = tuple[str, int]
+"""A running process: its host, "" for this machine, and its pid."""
 
 
 @dataclass(frozen=True)
@@ -19,26 +23,26 @@ class Rates:
 
 
 class RateMeter:
-    """Programs and the rates of their processes since the last look. ``name`` is that of `select`."""
+    """Rates of the processes of programs of this machine since the last look. ``find`` returns the programs."""
 
-    def __init__(self, name: str | None = None) -> None:
-        self._name = name
+    def __init__(self, find: Callable[[], list[Program]]) -> None:
+        self._find = find
         self._looked_at = 0.0
         self._written: dict[int, int] = {}
         self._cpu: dict[int, float] = {}
 
-    def look(self) -> tuple[list[Program], dict[int, Rates]]:
-        """Return the programs, and the rates by pid. A process has rates from the second look on.
+    def look(self) -> tuple[list[Program], dict[ProcessKey, Rates]]:
+        """Return the programs, and the rates. A process has rates from the second look on.
 
-        Raises LookupError if there is no such program, NotImplementedError without /proc.
+        Raises what ``find`` does.
         """
-        programs = select(self._name)
+        programs = self._find()
         now = time.monotonic()
         seconds, self._looked_at = now - self._looked_at, now
         traffic = {each.pid: each for area in discovery.areas() for each in area.traffic(self._written)}
         cpu = {p.pid: p.cpu_seconds for each in programs for p in each.processes if p.cpu_seconds is not None}
         rates = {
-            pid: Rates(
+            ("", pid): Rates(
                 traffic[pid].messages / seconds, traffic[pid].size / seconds, max(0.0, used - self._cpu[pid]) / seconds
             )
             for pid, used in cpu.items()

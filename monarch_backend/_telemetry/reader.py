@@ -76,7 +76,7 @@ class EventFilter:
 
     With ``failed``, only those with another status than OK. ``pids`` are those of the processes, None for all.
     Events of the kinds ``always`` are wanted whenever they ended, and of all processes. ``after`` has the number of the
-    last event that is not wanted, by a process's pid and start.
+    last event that is not wanted, by `RecordedProcess.key`.
     """
 
     kinds: tuple[int, ...] = ()
@@ -102,6 +102,8 @@ ALL_EVENTS = EventFilter()
 class RecordedProcess:
     """A process of an area. ``names`` are those that stay, read with the events.
 
+    All times are on the clock of this machine. That of the process's host is ahead by ``ahead_ns``.
+
     ``kept`` is the number of events that the ring had, wanted or not, and ``lost`` of those that it has overwritten,
     both from the first one that was asked for. ``exit_code`` is None where it is unknown.
     """
@@ -118,6 +120,12 @@ class RecordedProcess:
     kept: int = 0
     lost: int = 0
     names: list[str] = field(default_factory=list)
+    ahead_ns: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its pid, and its start on the clock of its host."""
+        return self.pid, self.started_ns + self.ahead_ns
 
 
 @dataclass(frozen=True)

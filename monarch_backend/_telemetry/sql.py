@@ -18,6 +18,7 @@ from monarch_backend._telemetry import program_recording, recording_history, sql
 from monarch_backend._telemetry.errors import QueryError
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.sql_tables import COLUMNS, Tables
+from monarch_backend._telemetry.subject import Subject
 
 TIME_LIMIT_S = 10.0
 """Seconds that a query may take."""
@@ -120,10 +121,13 @@ def query(sql: str, program: str | int | None = None) -> QueryResult:
     return answer(sql, program_recording.read(name, sql_filters.filter_of(sql)))
 
 
-def answer(sql: str, recording: Recording) -> QueryResult:
-    """Return the answer to a query over this recording, which has the events of `filter_of`. Raises QueryError."""
+def answer(sql: str, recording: Recording, there: Subject | None = None) -> QueryResult:
+    """Return the answer to a query over this recording, which has the events of `filter_of`. Raises QueryError.
+
+    Logs and stacks are asked of ``there``. Without it they are those of this machine's processes.
+    """
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        _fill(connection, set(re.findall(r"\w+", sql.lower())), recording)
+        _fill(connection, set(re.findall(r"\w+", sql.lower())), recording, there)
         columns, rows, is_truncated = _select(connection, sql)
     processes = [
         ReadProcess(each.pid, each.label, each.recorded.kept, each.recorded.lost) for each in recording.processes
@@ -132,7 +136,7 @@ def answer(sql: str, recording: Recording) -> QueryResult:
     return QueryResult(columns, rows, processes, unread, is_truncated)
 
 
-def save(recording: Recording, path: str) -> None:
+def save(recording: Recording, path: str, there: Subject | None = None) -> None:
     """Write all tables to a new file, which only this user can read. Raises OSError, FileExistsError if it exists."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -141,7 +145,7 @@ def save(recording: Recording, path: str) -> None:
     try:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
             connection.execute("begin")
-            _fill(connection, COLUMNS, recording)
+            _fill(connection, COLUMNS, recording, there)
             connection.execute(f"create table {_UNREAD} (text)")
             connection.executemany(f"insert into {_UNREAD} values (?)", [(str(each),) for each in recording.unread])
             connection.execute("commit")
@@ -177,9 +181,11 @@ def answer_from(sql: str, path: str) -> QueryResult:
     return QueryResult(columns, rows, processes, unread, is_truncated)
 
 
-def _fill(connection: sqlite3.Connection, wanted: Container[str], recording: Recording) -> None:
+def _fill(
+    connection: sqlite3.Connection, wanted: Container[str], recording: Recording, there: Subject | None
+) -> None:  # fmt: skip
     """Make all tables, and fill those that are wanted."""
-    tables = Tables(recording)
+    tables = Tables(recording, there)
     for table, columns in COLUMNS.items():
         connection.execute(f"create table {table} ({', '.join(columns)})")
         if table in wanted:

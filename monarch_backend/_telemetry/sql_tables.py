@@ -12,13 +12,22 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from monarch_backend._telemetry import jobs, stacks, stragglers
+from monarch_backend._telemetry import jobs, stragglers
 from monarch_backend._telemetry.kinds import BATCH, COMPILER, Kind, State, Status
 from monarch_backend._telemetry.metrics import SUMS, InstrumentKind
-from monarch_backend._telemetry.program_output import ProgramOutput
-from monarch_backend._telemetry.program_recording import CONSTRUCTOR, ProcessRecording, Recording, double, is_alive
-from monarch_backend._telemetry.programs import Program
+from monarch_backend._telemetry.program_output import ALL_LINES
+from monarch_backend._telemetry.program_recording import (
+    CONSTRUCTOR,
+    ProcessRecording,
+    Recording,
+    Unread,
+    double,
+    is_alive,
+)
+from monarch_backend._telemetry.programs import Process, Program
 from monarch_backend._telemetry.reader import Activity, RecordedEvent, RecordedProcess
+from monarch_backend._telemetry.stacks import Stacks
+from monarch_backend._telemetry.subject import Subject, ThisMachine
 
 Row = tuple[Any, ...]
 Key = tuple[str, int]  # of a program: its host and pid
@@ -92,8 +101,8 @@ class _Message(NamedTuple):
 class Tables:
     """The tables of a recording. Rows are made when a table is asked for."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, recording: Recording, there: Subject | None = None) -> None:
+        self._recording, self._there = recording, there or ThisMachine(None)
         self._actor_ids = {
             (id(process), name): number
             for number, (process, name) in enumerate(
@@ -374,31 +383,30 @@ class Tables:
                     Status(event.status).title, event.duration_ns // 1000, process.pid, process.label,
                 )  # fmt: skip
 
-    # ---- read when they are asked for, of this machine
+    # ---- read when they are asked for
 
     def _logs_rows(self) -> Iterator[Row]:
         numbers = itertools.count(1)
-        for program in self._programs_here():
-            with ProgramOutput(program) as output:
-                for line in output.read():
-                    yield next(numbers), int(line.time * 1e6), line.stream, line.text, line.pid or None, line.label
+        for program in self._programs_to_ask():
+            try:
+                found = self._there.lines(program, ALL_LINES).lines
+            except LookupError as error:  # its host does not answer any more
+                self._recording.unread.append(Unread(program.pid, f"logs of {program}", str(error)))
+                continue
+            for line in found:
+                yield next(numbers), int(line.time * 1e6), line.stream, line.text, line.pid or None, line.label
 
     def _stacks_rows(self) -> Iterator[Row]:
-        alive = [each for program in self._programs_here() for each in program.processes if each.exit_code is None]
-        for process, read in zip(alive, stacks.read_all([each.pid for each in alive]), strict=True):
-            if read.problem:
-                yield process.pid, process.label, None, None, None, None, None, read.problem
-            for thread in read.threads:
-                for depth, frame in enumerate(thread.frames):
-                    yield (
-                        process.pid, process.label, thread.name or None, depth, frame.function, frame.file, frame.line,
-                        None,
-                    )  # fmt: skip
+        for program in self._programs_to_ask():
+            alive = [each for each in program.processes if each.exit_code is None]
+            found = self._there.stacks(program.host, [each.pid for each in alive])
+            for process, read in zip(alive, found, strict=True):
+                yield from _stack_rows(process, read)
 
-    def _programs_here(self) -> list[Program]:
+    def _programs_to_ask(self) -> list[Program]:
         if self._recording.is_past:
             return []
-        return [program for program in self._recording.programs if not program.host]
+        return [each for each in self._recording.programs if not each.host or self._there.is_of_hosts]
 
     def _steps_rows(self) -> Iterator[Row]:
         for number, (process, event) in enumerate(self._events(Kind.STEP), 1):
@@ -431,6 +439,16 @@ class Tables:
             yield (
                 number, self._wall(start), what.name, status, duration, _signed(what.value), _signed(what.reference),
                 what.detail or None, process.pid, process.label,
+            )  # fmt: skip
+
+
+def _stack_rows(process: Process, read: Stacks) -> Iterator[Row]:
+    if read.problem:
+        yield process.pid, process.label, None, None, None, None, None, read.problem
+    for thread in read.threads:
+        for depth, frame in enumerate(thread.frames):
+            yield (
+                process.pid, process.label, thread.name or None, depth, frame.function, frame.file, frame.line, None,
             )  # fmt: skip
 
 

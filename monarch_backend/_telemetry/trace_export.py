@@ -249,7 +249,9 @@ def _arrows(sent: dict[tuple[int, int], _Slice], handled: list[_Slice]) -> list[
 
 def _add_profile(profile: Profile, processes: list[_Process]) -> Iterator[dict[str, Any]]:
     """Add the slices of a profile to its process. Yield its arrows, from launches on a CPU to kernels on a device."""
-    process = next((each for each in processes if each.recording.pid == profile.pid and is_alive(each.recording)), None)
+    key = profile.host, profile.pid
+    found = (each for each in processes if (each.recording.host, each.recording.pid) == key)
+    process = next((each for each in found if is_alive(each.recording)), None)
     if process is None:  # it has ended since
         return
     for event in profile.events:
@@ -267,7 +269,7 @@ def _add_profile(profile: Profile, processes: list[_Process]) -> Iterator[dict[s
         else:
             arrow = {"ph": phase, "name": event["name"], "cat": event.get("cat", "torch"), "ts": start}
             arrow |= {"bp": "e"} if phase == "f" else {}
-            yield {**arrow, "id": f"{profile.pid}:{event['id']}", "pid": process.pid, "tid": tid}
+            yield {**arrow, "id": f"{process.pid}:{event['id']}", "pid": process.pid, "tid": tid}
 
 
 # ---- tracks

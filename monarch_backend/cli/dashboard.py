@@ -11,15 +11,19 @@ import signal
 import sys
 import webbrowser
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from monarch_backend.cli.arguments import add_program, fail
+
+if TYPE_CHECKING:
+    from monarch_backend._telemetry.subject import Subject
 
 EXTRA = "pip install 'monarch_backend[dashboard]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_program(parser)
+    add_program(parser, or_job=True)
     parser.add_argument("--port", type=_port, default=0, help="port to listen on; by default a free one")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
     parser.add_argument(
@@ -40,17 +44,30 @@ def _port(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Return 0, or 1 with the reason if it cannot listen or the extra is not installed."""
     try:
-        from monarch_backend._dashboard import server
-        from monarch_backend._dashboard.guard import is_loopback
+        from monarch_backend._dashboard import server as _server  # noqa: F401
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("anyio", "starlette", "uvicorn"):
             raise
         return fail("dashboard", f"it needs {error.name}, which is not installed: {EXTRA}")
-    from monarch_backend._telemetry.programs import select
+    from monarch_backend._job.errors import JobError
+    from monarch_backend.cli.subject import look_at
+
+    try:
+        with look_at(args.program) as there:
+            _, _, unread = there.look()
+            for each in unread:
+                fail("dashboard", f"not read: {each}")
+            return _serve(args, there)
+    except (LookupError, NotImplementedError, JobError) as error:
+        return fail("dashboard", error)
+
+
+def _serve(args: argparse.Namespace, there: Subject) -> int:
+    from monarch_backend._dashboard import server
+    from monarch_backend._dashboard.guard import is_loopback
 
     token = secrets.token_urlsafe(32)
     try:
-        select(args.program)
         remote = not is_loopback(args.host)
         if remote and not args.allow_remote:
             return fail(
@@ -58,9 +75,7 @@ def run(args: argparse.Namespace) -> int:
                 f"--host {args.host} can be reached from other machines, without encryption. Listen on 127.0.0.1 and "
                 "forward the port ('ssh -L PORT:127.0.0.1:PORT HOST'), or add --allow-remote",
             )
-        listening = server.Server(args.program, args.host, args.port, token, remote=remote)
-    except (LookupError, NotImplementedError) as error:
-        return fail("dashboard", error)
+        listening = server.Server(there, args.host, args.port, token, remote=remote)
     except OSError as error:
         return fail("dashboard", f"cannot listen on {args.host} port {args.port}: {error}")
     if remote:

@@ -80,7 +80,13 @@ def _of_program(processes: list[WaitingProcess], program: str | None) -> list[Wa
     if program is None:
         return processes
     from monarch_backend._telemetry.programs import select
+    from monarch_backend.cli.subject import job_file
 
+    if job_file(program) is not None:
+        raise LookupError(
+            f"{program!r} is a job, and debug reaches only the processes of this machine: run it on the host of the "
+            f"process. 'monarch-backend stack {program}' shows where the processes of all hosts are"
+        )
     pids = {process.pid for each in select(program) for process in each.processes}
     return [each for each in processes if each.pid in pids]
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="otlp: OpenTelemetry's protocol over HTTP; sqlite: a file with the tables of `monarch-backend sql`; "
         "history: a folder to which each interval adds what is new",
     )
-    add_program(parser)
+    add_program(parser, or_job=True)
     parser.add_argument(
         "--endpoint",
         metavar="URL",
@@ -100,31 +100,38 @@ def run(args: argparse.Namespace) -> int:
         from monarch_backend._telemetry.export.otlp import Exporter
     except ImportError as error:
         return fail("export", f'{error}: install the extra, pip install "monarch_backend[otlp]"')
+    from monarch_backend._job.errors import JobError
+    from monarch_backend.cli.subject import look_at
+
     endpoint = args.endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
     try:
-        exporter = Exporter(args.program, endpoint)
-        with contextlib.closing(exporter):
+        with look_at(args.program) as there, contextlib.closing(Exporter(there.recording, endpoint)) as exporter:
             if args.once:
                 _print(exporter.send(is_last=True))
                 return 0
             with until_signal() as ended:
                 return _repeat(exporter, args.interval, ended)
-    except (LookupError, NotImplementedError, OSError, ValueError) as error:
+    except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("export", error)
 
 
 def _save(args: argparse.Namespace) -> int:
-    from monarch_backend._telemetry import program_recording, sql
+    from monarch_backend._job.errors import JobError
+    from monarch_backend._telemetry import sql
+    from monarch_backend.cli.subject import look_at
 
     if not args.output:
         return fail("export", "name the new file: -o FILE")
     try:
-        recording = program_recording.read(args.program)
-        if not recording.processes and not recording.unread:
-            raise LookupError(nothing_there())
-        sql.save(recording, args.output)
-    except (LookupError, NotImplementedError, OSError, ValueError) as error:
+        with look_at(args.program) as there:
+            recording = there.recording()
+            if not recording.processes and not recording.unread:
+                raise LookupError(nothing_there(args.program))
+            sql.save(recording, args.output, there)
+    except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("export", error)
+    for each in recording.unread:
+        fail("export", f"not read: {each}")
     print(
         f'{args.output}: {len(recording.processes)} processes. Ask it: monarch-backend sql "..." --from {args.output}'
     )

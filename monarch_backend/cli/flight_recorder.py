@@ -9,7 +9,7 @@ from monarch_backend.cli.arguments import add_program, fail
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_program(parser)
+    add_program(parser, or_job=True)
     parser.add_argument("-o", "--output", metavar="FOLDER", required=True, help="new or empty folder for the dumps")
     parser.add_argument(
         "--stacks",
@@ -20,16 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the dumps. Return 0, or 1 with the reason if there are no ranks or the folder can't be written."""
-    from monarch_backend._telemetry import program_recording
+    from monarch_backend._job.errors import JobError
     from monarch_backend._telemetry.export import flight_recorder
+    from monarch_backend.cli.subject import look_at
 
     try:
-        recording = program_recording.read(args.program)
-        made = flight_recorder.dumps(recording)
-        if args.stacks:
-            made.add_stacks()
+        with look_at(args.program) as there:
+            recording = there.recording()
+            made = flight_recorder.dumps(recording)
+            if args.stacks:
+                made.add_stacks(there.stacks)
         made.write(args.output)
-    except (LookupError, NotImplementedError, OSError, ValueError) as error:
+    except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("flight-recorder", error)
     for rank, process in made.processes.items():
         entries = made.of_rank[rank]["entries"]

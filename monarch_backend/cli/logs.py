@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import sys
@@ -12,21 +11,23 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry.labels import is_named
 from monarch_backend.cli.arguments import add_program, fail, nothing_there
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.log_history import LogLine
-    from monarch_backend._telemetry.program_output import ProgramOutput
+    from monarch_backend._telemetry.program_output import LineFilter, Lines
     from monarch_backend._telemetry.programs import Program
+    from monarch_backend._telemetry.subject import Subject
 
 _POLL_S = 0.1
-_SEARCH_S = 1.0  # between searches for histories of new processes, which read all of /proc
+_POLL_OF_HOSTS_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_program(parser)
+    add_program(parser, or_job=True)
     parser.add_argument("--rank", metavar="LABEL", action="append", help='only this process, as "gpus 3"; repeatable')
     parser.add_argument("--follow", action="store_true", help="go on with new lines until the program ends, or Ctrl-C")
     parser.add_argument(
@@ -45,94 +46,84 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Print the lines. Return 0, or 1 with the reason if there is no such program or process, or no output is kept."""
-    from monarch_backend._telemetry.program_output import ProgramOutput
-    from monarch_backend._telemetry.programs import select
+    from monarch_backend._job.errors import JobError
+    from monarch_backend.cli.subject import look_at
 
     try:
-        chosen = select(args.program)
-    except (LookupError, NotImplementedError) as error:
+        with look_at(args.program) as there:
+            chosen, _, unread = there.look()
+            for each in unread:
+                fail("logs", f"not read: {each}")
+            if not chosen:
+                return fail("logs", nothing_there(args.program))
+            return _show(args, there, chosen)
+    except (BrokenPipeError, KeyboardInterrupt):  # the reader has seen enough
+        return 0
+    except (LookupError, NotImplementedError, JobError, ValueError) as error:  # ValueError: another release's layout
         return fail("logs", error)
-    if not chosen:
-        return fail("logs", nothing_there())
-    with contextlib.ExitStack() as open_outputs:
-        try:
-            outputs = [open_outputs.enter_context(ProgramOutput(program)) for program in chosen]
-            return _show(args, chosen, outputs)
-        except (BrokenPipeError, KeyboardInterrupt):  # the reader has seen enough
-            return 0
-        except ValueError as error:  # another release's layout
-            return fail("logs", error)
 
 
-def _show(args: argparse.Namespace, chosen: list[Program], outputs: list[ProgramOutput]) -> int:
-    from monarch_backend._telemetry.program_output import labels_of
+def _show(args: argparse.Namespace, there: Subject, chosen: list[Program]) -> int:
+    from monarch_backend._telemetry.program_output import LineFilter
 
-    first = [output.read() for output in outputs]
-    if not args.follow and not any(output.is_kept for output in outputs):
+    pattern = "" if args.grep is None else args.grep.pattern
+    wanted = LineFilter(tuple(args.rank or ()), pattern, args.since)
+    read = there.follow if args.follow else there.lines
+    found = in_parallel(lambda program: _read(read, program, wanted), chosen)
+    if not args.follow and not any(lines.is_kept for lines in found if lines is not None):
         pids = ", ".join(str(program.pid) for program in chosen)
         return fail(
             "logs",
             f"program {pids} keeps no output: it has started no processes yet, or MONARCH_LOG_HISTORY_BYTES is 0 there",
         )
-    wanted = _filter(args)
     if args.rank:
-        labels = [label for program, lines in zip(chosen, first, strict=True) for label in labels_of(program, lines)]
-        if not any(_is_rank(label, args.rank) for label in labels):
+        labels = list(dict.fromkeys(label for lines in found if lines is not None for label in lines.labels))
+        known = [*((label, None) for label in labels), *((p.label, p.pid) for each in chosen for p in each.processes)]
+        if not any(is_named(label, name, pid) for label, pid in known for name in args.rank):
             return fail("logs", f"no process is {args.rank}; there are {labels}")
-    several = len(outputs) > 1
-    for output, lines in zip(outputs, first, strict=True):
-        _print(lines, wanted, output.pid, several=several, as_json=args.json)
+    several = len(chosen) > 1
+    first = [(program, line) for program, lines in zip(chosen, found, strict=True) if lines for line in lines.lines]
+    if several and not args.follow and there.is_of_hosts:
+        first.sort(key=lambda each: each[1].time)
+    for program, line in first:
+        _print(line, program, several=several, as_json=args.json)
+    sys.stdout.flush()
     if args.follow:
-        _follow(outputs, lambda output: _print(output.read(), wanted, output.pid, several=several, as_json=args.json))
+        left = [program for program, lines in zip(chosen, found, strict=True) if lines is not None]
+        _follow(args, there, left, wanted, several=several)
     return 0
 
 
-def _follow(outputs: list[ProgramOutput], show: Callable[[ProgramOutput], None]) -> None:
-    """Show new lines until all of the programs have ended."""
-    from monarch_backend._telemetry.programs import programs
-
-    left, searched_at = list(outputs), time.monotonic()
-    while left:
-        time.sleep(_POLL_S)
-        running = None
-        if time.monotonic() >= searched_at + _SEARCH_S:
-            running = {program.pid: program for program in programs()}
-            searched_at = time.monotonic()
-        for output in list(left):
-            if running is not None and output.pid in running:
-                output.find_histories(running[output.pid])
-            elif running is not None:
-                left.remove(output)
-            show(output)  # also after the end: the memory stays while it is mapped here
+def _read(read: Callable[[Program, LineFilter], Lines], program: Program, wanted: LineFilter) -> Lines | None:
+    """Return the lines of a program. If it or its host cannot be read, print why and return None."""
+    try:
+        return read(program, wanted)
+    except LookupError as error:
+        fail("logs", f"not read: {program}: {error}")
+        return None
 
 
-def _filter(args: argparse.Namespace) -> Callable[[LogLine], bool]:
-    since = None if args.since is None else time.time() - args.since
-
-    def wanted(line: LogLine) -> bool:
-        return (
-            (since is None or line.time >= since)
-            and (not args.rank or _is_rank(line.label, args.rank))
-            and (args.grep is None or args.grep.search(line.text) is not None)
-        )
-
-    return wanted
-
-
-def _is_rank(label: str, names: list[str]) -> bool:
-    return any(is_named(label, name) for name in names)
-
-
-def _print(
-    lines: list[LogLine], wanted: Callable[[LogLine], bool], program: int, *, several: bool, as_json: bool
+def _follow(
+    args: argparse.Namespace, there: Subject, left: list[Program], wanted: LineFilter, *, several: bool
 ) -> None:
-    for line in filter(wanted, lines):
-        if as_json:
-            print(json.dumps({"program": program, **asdict(line)}))
-        else:
-            print(f"{program} {as_text(line)}" if several else as_text(line))
-    if lines:
+    """Show new lines until all of the programs have ended."""
+    while left:
+        time.sleep(_POLL_OF_HOSTS_S if there.is_of_hosts else _POLL_S)
+        found = in_parallel(lambda program: _read(there.follow, program, wanted), left)
+        for program, lines in zip(list(left), found, strict=True):
+            for line in lines.lines if lines is not None else ():
+                _print(line, program, several=several, as_json=args.json)
+            if lines is None or lines.has_ended:
+                left.remove(program)
         sys.stdout.flush()
+
+
+def _print(line: LogLine, program: Program, *, several: bool, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"program": program.pid, "host": program.host, **asdict(line)}))
+        return
+    where = f"{program.host} " if program.host else f"{program.pid} " if several else ""
+    print(f"{where}{as_text(line)}")
 
 
 def as_text(line: LogLine) -> str:

@@ -13,7 +13,7 @@ DEFAULT_HOST = "127.0.0.1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_program(parser)
+    add_program(parser, or_job=True)
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
     parser.add_argument(
         "--serve",
@@ -32,17 +32,20 @@ def _address(text: str) -> tuple[str, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Print the metrics, or serve them. Return 0, or 1 with the reason if there is no such program or no such port."""
+    from monarch_backend._job.errors import JobError
     from monarch_backend._telemetry.export import prometheus
     from monarch_backend._telemetry.export.series import Collector
+    from monarch_backend.cli.subject import look_at
 
-    collector = Collector(args.program)
     try:
-        families, recording = collector.look()
-    except (LookupError, NotImplementedError, ValueError) as error:
+        with look_at(args.program) as there:
+            collector = Collector(there.recording)
+            families, recording = collector.look()
+            if args.serve is not None:
+                host, port = args.serve
+                return _serve(host, port, lambda: prometheus.as_text(collector.look()[0]))
+    except (LookupError, NotImplementedError, ValueError, JobError) as error:
         return fail("metrics", error)
-    if args.serve is not None:
-        host, port = args.serve
-        return _serve(host, port, lambda: prometheus.as_text(collector.look()[0]))
     if args.json:
         print(prometheus.as_json(families))
     else:

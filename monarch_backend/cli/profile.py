@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +15,12 @@ from monarch_backend.cli.arguments import add_program, fail
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.programs import Process, Program
+    from monarch_backend._telemetry.subject import Member, Subject
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_program(parser)
+    add_program(parser, or_job=True)
     parser.add_argument(
         "--ranks",
         metavar="WHICH",
@@ -32,19 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Take the profiles. Return 0, or 1 with the reason if there is no such process, or none could be profiled."""
-    from monarch_backend._telemetry import profile_result, profiles
-    from monarch_backend._telemetry.programs import select
+    from monarch_backend._job.errors import JobError
+    from monarch_backend._telemetry import profiles
+    from monarch_backend.cli.subject import look_at
 
     try:
         profiles.check(args.seconds, args.steps, profiles.STEP_LIMIT_S)
-        ranks = _ranks(select(args.program), args.ranks)
-        if args.flame:
-            return _write_flames(args.flame, args.seconds, ranks)
-        with open(args.output, "a"):  # an error of the file comes before the profile
-            pass
-        result = profile_result.take([(each.pid, each.label) for each in ranks], seconds=args.seconds, steps=args.steps)
-        counts = result.save(args.output)
-    except (LookupError, NotImplementedError, OSError, ValueError) as error:
+        with look_at(args.program) as there:
+            chosen, _, unread = there.look()
+            for each in unread:
+                fail("profile", f"not read: {each}")
+            ranks = _ranks(chosen, args.ranks)
+            if args.flame:
+                return _write_flames(there, args.flame, args.seconds, ranks)
+            _check_writable(args.output)
+            result = there.profile(ranks, seconds=args.seconds, steps=args.steps)
+            counts = result.save(args.output)
+    except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("profile", error)
     except KeyboardInterrupt:
         return fail("profile", "interrupted; nothing was written")
@@ -59,40 +67,67 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.labels else 1
 
 
-def _ranks(programs: list[Program], which: str | None) -> list[Process]:
-    """Return the chosen processes; without a choice all, but not a program's own process beside those it started."""
+def _check_writable(path: str) -> None:
+    """Raise OSError if the file can't be written. It isn't made here: a command that is killed leaves nothing."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    target = path if os.path.exists(path) else os.path.dirname(path) or "."
+    os.stat(target)
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
+
+
+def _ranks(programs: list[Program], which: str | None) -> list[Member]:
+    """Return the chosen processes; without a choice all, but not a program's own process beside those it started.
+
+    Gateways, agents and daemons run nothing of the program, and are left out.
+    """
     running = [(program, each) for program in programs for each in program.processes if each.state == "running"]
     if which is not None:
-        chosen = [each for _, each in running if is_among(each.label, each.pid, which)]
+        chosen = [member for member in running if is_among(member[1].label, member[1].pid, which)]
     else:
-        started = {id(program) for program, each in running if each.parent}
-        chosen = [each for program, each in running if each.parent or id(program) not in started]
+        ranks = [(program, each) for program, each in running if each.parent and not _is_of_runtime(each)]
+        with_ranks = {program.key for program, _ in ranks}
+        own = [(program, each) for program, each in running if not each.parent and program.key not in with_ranks]
+        has_hosts = any(program.host for program in programs)  # then the programs of this machine control ranks there
+        chosen = ranks if has_hosts else sorted([*ranks, *own], key=running.index)
     if not chosen:
         labels = ", ".join(f"{each.label} (pid {each.pid})" for _, each in running) or "none"
         raise LookupError(f"no process is {which!r}; there are: {labels}" if which else "no program of this user runs")
     return chosen
 
 
-def _write_flames(path: str, seconds: float | None, ranks: list[Process]) -> int:
+def _is_of_runtime(process: Process) -> bool:
+    return process.label == "gateway" or process.label.startswith("agent ")
+
+
+def _write_flames(there: Subject, path: str, seconds: float | None, ranks: list[Member]) -> int:
     """Write a flame graph of each process: to ``path``, or with the pid in the name for several."""
     from monarch_backend._telemetry import py_spy
 
     if seconds is None:
         raise ValueError("--flame needs --seconds, because py-spy knows no steps")
-    if py_spy.find() is None:
+    if not there.is_of_hosts and py_spy.find() is None:
         raise LookupError('--flame needs py-spy: pip install "monarch_backend[stacks]"')
     file = Path(path)
-    files = [file if len(ranks) == 1 else file.with_suffix(f".{each.pid}{file.suffix or '.svg'}") for each in ranks]
 
-    def write(process: Process, target: Path) -> str:
+    def target_of(member: Member) -> Path:
+        program, process = member
+        if len(ranks) == 1:
+            return file
+        where = f".{re.sub('[^A-Za-z0-9.-]+', '-', program.host).strip('-')}" if program.host else ""
+        return file.with_suffix(f"{where}.{process.pid}{file.suffix or '.svg'}")
+
+    def write(member: Member) -> str:
         try:
-            py_spy.record(process.pid, seconds, str(target))
+            target_of(member).write_bytes(there.flame_graph(member, seconds))
         except py_spy.PySpyError as error:
             return str(error)
         return ""
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        problems = list(pool.map(write, ranks, files))
-    for process, target, problem in zip(ranks, files, problems, strict=True):
-        print(f"no flame graph of {process.label}: {problem}" if problem else f"{target}: {process.label}")
+        problems = list(pool.map(write, ranks))
+    for member, problem in zip(ranks, problems, strict=True):
+        label = member[1].label
+        print(f"no flame graph of {label}: {problem}" if problem else f"{target_of(member)}: {label}")
     return 1 if all(problems) else 0

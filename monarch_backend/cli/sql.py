@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             result = sql.answer_from(args.query, args.file)
         else:
             with look_at(args.program) as there:
-                result = sql.answer(args.query, there.recording(sql_filters.filter_of(args.query)))
+                result = sql.answer(args.query, there.recording(sql_filters.filter_of(args.query)), there)
     except (sql.QueryError, LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("sql", error)
     if args.json:

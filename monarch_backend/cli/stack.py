@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             read = []
             for program, processes in found:
                 if processes:
-                    stacks = there.stacks(program.host, [each.pid for each in processes], args.native)
+                    stacks = there.stacks(program.host, [each.pid for each in processes], native=args.native)
                     read.append((program, list(zip(processes, stacks, strict=True))))
     except (LookupError, NotImplementedError, JobError) as error:
         return fail("stack", error)

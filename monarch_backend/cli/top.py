@@ -15,7 +15,8 @@ from monarch_backend.cli.arguments import add_program, fail, nothing_there
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.programs import Process, Program
-    from monarch_backend._telemetry.rates import RateMeter, Rates
+    from monarch_backend._telemetry.rates import ProcessKey, Rates
+    from monarch_backend._telemetry.subject import Subject
 
 HEADING = f"{'PID':>8} {'CPU%':>6} {'MEMORY':>9} {'MSG/S':>8} {'BYTES/S':>10} {'QUEUE':>6}  PROCESS"
 KEYS = "q: quit   up, down: choose   s: stack   l: last lines   k: kill"
@@ -23,7 +24,7 @@ KEYS = "q: quit   up, down: choose   s: stack   l: last lines   k: kill"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_program(parser)
+    add_program(parser, or_job=True)
     parser.add_argument("--once", action="store_true", help="print one table of rates instead of a screen")
     parser.add_argument("--json", action="store_true", help="with --once: print one JSON array")
     parser.add_argument(
@@ -40,18 +41,25 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Show rates. Return 0, or 1 with the reason if there is no such program, or no terminal for the screen."""
-    from monarch_backend._telemetry.rates import RateMeter
+    from monarch_backend._job.errors import JobError
+    from monarch_backend.cli.subject import look_at
 
-    meter = RateMeter(args.program)
     try:
-        meter.look()
-        if args.once or args.json:
-            time.sleep(args.interval)
-            rows = rows_of(*meter.look())
-            print(json.dumps([_as_json(row) for row in rows], indent=1) if args.json else _table(rows))
-            return 0
-    except (LookupError, NotImplementedError) as error:
+        with look_at(args.program) as there:
+            _, _, unread = there.look()
+            for each in unread:
+                fail("top", f"not read: {each}")
+            if args.once or args.json:
+                time.sleep(args.interval)
+                rows = rows_of(*there.look()[:2])
+                print(json.dumps([_as_json(row) for row in rows], indent=1) if args.json else _table(rows))
+                return 0
+            return _show_screen(there, args)
+    except (LookupError, NotImplementedError, JobError) as error:
         return fail("top", error)
+
+
+def _show_screen(there: Subject, args: argparse.Namespace) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return fail("top", "the screen needs a terminal; --once prints one table")
     try:
@@ -59,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError:
         return fail("top", "this Python has no curses, which the screen needs; --once prints one table")
     try:
-        return int(curses.wrapper(lambda window: _Screen(window, meter, args.interval).run()))
+        return int(curses.wrapper(lambda window: _Screen(window, there, args.program, args.interval).run()))
     except curses.error as error:
         return fail("top", f"the terminal has no screen ({error}); --once prints one table")
     except KeyboardInterrupt:
@@ -77,11 +85,12 @@ class Row:
     @property
     def is_program(self) -> bool:
         """Whether this is the program's own process."""
-        return self.process.pid == self.program.pid
+        return self.process.pid == self.program.pid and not self.program.host
 
-    @property
-    def arguments(self) -> list[str]:
-        """The arguments that choose this process, for the other commands."""
+    def arguments(self, job: str) -> list[str]:
+        """Return the arguments that choose this process, for the other commands. On another host it is one of a job."""
+        if self.program.host:
+            return [job, "--rank", self.process.label]
         return [str(self.program.pid), *([] if self.is_program else ["--rank", self.process.label])]
 
     @property
@@ -89,19 +98,20 @@ class Row:
         """Text that names the process in a question."""
         if self.is_program:
             return f"program {self.program.command} with all its processes"
-        return f"{self.process.label} (pid {self.process.pid})"
+        return f"{self.process.label} (pid {self.process.pid}){f' on {self.program.host}' * bool(self.program.host)}"
 
 
-def rows_of(programs: list[Program], rates: dict[int, Rates]) -> list[Row]:
+def rows_of(programs: list[Program], rates: dict[ProcessKey, Rates]) -> list[Row]:
     """Return a row for each process that runs, and for each that has ended."""
-    return [Row(each, process, rates.get(process.pid)) for each in programs for process in each.processes]
+    return [Row(each, process, rates.get((each.host, process.pid))) for each in programs for process in each.processes]
 
 
 def _as_json(row: Row) -> dict[str, Any]:
     process = row.process
     return {
-        "program": row.program.pid, "pid": process.pid, "label": process.label, "state": process.state,
-        "memory": process.memory, "activities": process.activities, "rates": row.rates and asdict(row.rates),
+        "program": row.program.pid, "host": row.program.host, "pid": process.pid, "label": process.label,
+        "state": process.state, "memory": process.memory, "activities": process.activities,
+        "rates": row.rates and asdict(row.rates),
     }  # fmt: skip
 
 
@@ -120,6 +130,7 @@ def as_text(row: Row) -> str:
         )
     queue = sum(int(each["queue"]) for each in process.activities)
     name = row.program.command if row.is_program else f"  {process.label}"
+    name += f" on {row.program.host}" if row.program.host else ""
     return f"{process.pid:>8} {numbers} {queue:>6}  {name}: {_doing(process)}"
 
 
@@ -153,8 +164,8 @@ def short(number: float) -> str:
 class _Screen:
     """The screen: a table that follows the programs, and a page with the output of another command."""
 
-    def __init__(self, window: Any, meter: RateMeter, interval: float) -> None:
-        self._window, self._meter, self._interval = window, meter, interval
+    def __init__(self, window: Any, there: Subject, name: str | None, interval: float) -> None:
+        self._window, self._there, self._name, self._interval = window, there, name or "", interval
         self._rows: list[Row] = []
         self._chosen = 0
         self._first = 0  # row at the top
@@ -188,7 +199,8 @@ class _Screen:
 
     def _look(self) -> None:
         try:
-            self._rows, self._problem = rows_of(*self._meter.look()), ""
+            programs, rates, unread = self._there.look()
+            self._rows, self._problem = rows_of(programs, rates), "; ".join(f"not read: {each}" for each in unread)
         except LookupError as error:  # the program has ended
             self._rows, self._problem = [], str(error)
 
@@ -205,7 +217,7 @@ class _Screen:
             self._line(1 + number, as_text(row), curses.A_BOLD if self._first + number == self._chosen else 0)
         if not self._rows:
             self._line(1, self._problem or nothing_there(), 0)
-        self._line(height - 1, KEYS, curses.A_REVERSE)
+        self._line(height - 1, f"{KEYS}   {self._problem}", curses.A_REVERSE)
         self._window.refresh()
 
     def _line(self, at: int, text: str, attribute: int) -> None:
@@ -220,7 +232,14 @@ class _Screen:
         """Show the last lines that another command prints for the chosen process, until a key is pressed."""
         if not self._rows:
             return
-        words = [sys.executable, "-m", "monarch_backend.cli", command, *self._rows[self._chosen].arguments, *options]
+        words = [
+            sys.executable,
+            "-m",
+            "monarch_backend.cli",
+            command,
+            *self._rows[self._chosen].arguments(self._name),
+            *options,
+        ]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
         self._page((done.stdout + done.stderr).splitlines() or [f"{command} has printed nothing"], "any key: back")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from monarch_backend._core import platform
+from monarch_backend._telemetry.subject import ThisMachine
 from tests.dashboard.training_program import training_program
 
 TOKEN = "secret-of-the-tests"
@@ -63,6 +64,6 @@ def client(running: subprocess.Popen[str]) -> Iterator[object]:
     from monarch_backend._dashboard.server import application
     from monarch_backend._dashboard.source import Source
 
-    app = application(Source(str(running.pid)), TOKEN)
+    app = application(Source(ThisMachine(str(running.pid))), TOKEN)
     with TestClient(app, BASE, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
         yield client

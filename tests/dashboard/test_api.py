@@ -22,6 +22,7 @@ from monarch_backend._dashboard.server import application
 from monarch_backend._dashboard.source import Source
 from monarch_backend._telemetry import program_recording
 from monarch_backend._telemetry.programs import programs
+from monarch_backend._telemetry.subject import ThisMachine
 from tests.dashboard.conftest import BASE, TOKEN
 from tests.support.ranks import run_ranks
 from tests.support.waiting import wait_until
@@ -286,7 +287,7 @@ def test_wrong_program_is_refused(query: str, client: TestClient) -> None:
 
 
 def test_ended_program_is_not_found() -> None:
-    with TestClient(application(Source("no-such-program"), TOKEN), BASE) as client:
+    with TestClient(application(Source(ThisMachine("no-such-program")), TOKEN), BASE) as client:
         answer = client.get("/api/v1/tree", headers={"Authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 404 and "no running program is 'no-such-program'" in answer.json()["error"]
 
@@ -303,7 +304,7 @@ def test_fault_of_the_dashboard_is_a_json_error(running: Program, monkeypatch: p
         raise KeyError("broken")
 
     monkeypatch.setattr(Source, "look", broken)
-    with TestClient(application(Source(None), TOKEN), BASE, raise_server_exceptions=False) as client:
+    with TestClient(application(Source(ThisMachine(None)), TOKEN), BASE, raise_server_exceptions=False) as client:
         answer = client.get("/api/v1/tree", headers={"Authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 500
     assert "KeyError" in answer.json()["error"]
@@ -315,7 +316,7 @@ def test_answer_that_takes_too_long_is_given_up(running: Program, monkeypatch: p
     monkeypatch.setattr(Source, "look", lambda _: release.wait(60))
     monkeypatch.setattr(server, "TIME_LIMIT_S", 0.2)
     try:
-        with TestClient(application(Source(None), TOKEN), BASE) as client:
+        with TestClient(application(Source(ThisMachine(None)), TOKEN), BASE) as client:
             answer = client.get("/api/v1/tree", headers={"Authorization": f"Bearer {TOKEN}"})
     finally:
         release.set()
@@ -330,10 +331,10 @@ def test_answer_that_is_too_large_is_refused(client: TestClient, monkeypatch: py
 
 def test_equal_looks_at_the_same_time_are_one(running: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "LOOK_AGE_S", 60.0)
-    reader = Source(str(running.pid))
+    reader = Source(ThisMachine(str(running.pid)))
     looks = []
-    look = reader._meter.look
-    monkeypatch.setattr(reader._meter, "look", lambda: (looks.append(1), look())[1])
+    look = reader.there.look
+    monkeypatch.setattr(reader.there, "look", lambda: (looks.append(1), look())[1])
     threads = [threading.Thread(target=reader.look) for _ in range(8)]
     for thread in threads:
         thread.start()

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from monarch_backend._dashboard.api import ROUTES
 from monarch_backend._dashboard.server import MAX_BODY_BYTES, application
 from monarch_backend._dashboard.source import Source
+from monarch_backend._telemetry.subject import ThisMachine
 from tests.dashboard.conftest import BASE, TOKEN
 
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
@@ -148,6 +149,6 @@ def test_huge_body_is_refused_before_it_is_read(client: TestClient) -> None:
 
 @pytest.mark.parametrize(("host", "status"), [("10.1.2.3:80", 200), ("trainer-7", 200), ("evil.example", 403)])
 def test_remote_server_accepts_addresses_and_its_own_names(host: str, status: int) -> None:
-    app = application(Source(None), TOKEN, ("trainer-7",), any_address=True)
+    app = application(Source(ThisMachine(None)), TOKEN, ("trainer-7",), any_address=True)
     with TestClient(app, BASE, headers=AUTHORIZED) as client:
         assert client.get("/api/v1/openapi.json", headers={"Host": host}).status_code == status

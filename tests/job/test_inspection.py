@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -14,23 +16,37 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
+from monarch_backend._dashboard import api
+from monarch_backend._dashboard.source import Source
 from monarch_backend._job import inspection
 from monarch_backend._job.inspection import Inspection
+from monarch_backend._telemetry.export.series import Collector
+from monarch_backend._telemetry.program_output import ALL_LINES
 from monarch_backend.job import Job
 from tests.job.support import in_program
 from tests.job.test_ssh_job import new_job
 from tests.support import sshd
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(bool(sshd.refusal()), reason=sshd.refusal())
 
 PROGRAM = """
 import sys, time
-from monarch_backend.actor import Actor, endpoint
+from monarch_backend.actor import Actor, current_rank, endpoint, this_host
 from monarch_backend.job import Job
+
+class Talker(Actor):
+    @endpoint
+    def talk(self):
+        print("the nested process talks", flush=True)
 
 class Sleeper(Actor):
     @endpoint
     def sleep(self):
+        print("rank", current_rank()["gpus"], "sleeps", flush=True)
+        if current_rank()["gpus"] == 0:
+            self.nested = this_host().spawn_procs({"inner": 1}, name="nested")
+            self.nested.spawn("talker", Talker).talk.call_one().get()
         time.sleep(1e6)
 
 if __name__ == "__main__":
@@ -104,7 +120,7 @@ def test_stack_shows_where_the_processes_of_the_host_are(job: Job) -> None:
         if "hosts 0 gpus 0-1 of workers (pids " in ran.stdout or time.monotonic() > deadline:
             break
     assert "hosts 0 gpus 0-1 of workers (pids " in ran.stdout
-    assert "hanging.py:9 in sleep" in ran.stdout and "time.sleep(1e6)" in ran.stdout
+    assert "hanging.py:18 in sleep" in ran.stdout and "time.sleep(1e6)" in ran.stdout
     one = command("stack", job.path, "--rank", "hosts 0 gpus 1", "--json")
     assert [each["label"] for program in json.loads(one.stdout) for each in program["processes"]] == [
         "hosts 0 gpus 1 of workers"
@@ -156,6 +172,102 @@ def ask(path: Path) -> Any:
     return [each.host for each in programs], [str(each) for each in unread], result.rows, result.unread
 
 
+HOST = "trainers[0] (127.0.0.1)"
+
+
+def look(path: Path) -> dict[str, Any]:
+    """Return what one inspection and the dashboard's API find on the host."""
+    with Inspection(path) as there:
+        chosen, _, unread = there.look()
+        _, rates, _ = there.look()
+        [program] = [each for each in chosen if each.host]
+        [worker] = [each for each in program.processes if each.label == "hosts 0 gpus 1 of workers"]
+        profile = there.profile([(program, worker)], seconds=0.05, steps=None)
+        families, _ = Collector(there.recording).look()
+        reader = Source(there)
+        logs = api.logs(reader, api.LogsOf(search="talks"))
+        return {
+            "unread": unread,
+            "rates": (HOST, worker.pid) in rates,
+            "profile": (profile.labels, profile.problems, profile.trace()),
+            "memory of": {p.process.label for f in families if f.name == "monarch.process.memory" for p in f.points},
+            "lines": [(each.host, each.text) for each in logs.lines],
+            "followed": [[each.text for each in there.follow(program, ALL_LINES).lines] for _ in range(2)],
+            "tree": [each.host for each in api.tree(reader, api.OfProgram()).programs],
+            "stacks": api.stacks(reader, api.StacksOf(program=program.pid, host=HOST, rank=str(worker.pid))),
+            "sql": api.sql_query(reader, api.Query("select count(*) from stacks where function = 'sleep'")).rows,
+            "slices": [e["name"] for e in api.timeline(reader, api.TimelineOf(seconds=3600)).trace["traceEvents"]],
+            "failures": api.failures_of(reader, api.OfProgram()).failures,
+            "process": api.process(reader, api.OfProcess(pid=worker.pid, host=HOST)).rank.label,
+        }
+
+
+@pytest.mark.usefixtures("programs")
+def test_all_looks_reach_the_host(job: Job) -> None:
+    found = in_program(look, job.path)
+    worker = "hosts 0 gpus 1 of workers"
+    assert (found["unread"], found["failures"], found["rates"], found["process"]) == ([], [], True, worker)
+    labels, problems, trace = found["profile"]
+    assert (labels, problems) == ([worker], {})
+    assert worker in str([e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"])
+    assert {worker, "hosts 0 gpus 0 of workers", "program hanging.py"} <= found["memory of"]
+    assert (HOST, "the nested process talks") in found["lines"]
+    first, second = found["followed"]
+    assert "the nested process talks" in first and second == []
+    assert sorted(found["tree"]) == ["", HOST]
+    [stacks] = found["stacks"].programs
+    assert stacks.host == HOST and "in sleep" in stacks.groups[0].text
+    assert found["sql"] == [[2]] and found["slices"].count("sleeper.sleep") == 2
+
+
+def test_one_process_of_the_host_gets_a_signal(job: Job, programs: list[dict[str, Any]]) -> None:
+    [worker] = [p for each in programs for p in each["processes"] if p["label"] == "hosts 0 gpus 1 of workers"]
+    state = Path(f"/proc/{worker['pid']}/stat")
+    sent = command("kill", job.path, "--rank", "hosts 0 gpus 1", "--signal", "STOP")
+    try:
+        assert sent.stdout.startswith(f"sent SIGSTOP to {worker['label']} (pid {worker['pid']}) of "), sent.stderr
+        assert sent.stdout.endswith(f" on {HOST}\n")
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+    finally:
+        assert command("kill", job.path, "--rank", "hosts 0 gpus 1", "--signal", "CONT").returncode == 0
+    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] != "T")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["kill", "JOB"], "is a job: add --rank for one of its processes, or give the pid of a program that uses it"),
+        (["kill", "JOB", "--rank", "gpus 9"], "no running process is 'gpus 9'; there are ["),
+        (["profile", "JOB", "--seconds", "1", "--ranks", "gpus=9"], "no process is 'gpus=9'; there are: "),
+        (["debug", "JOB"], "is a job, and debug reaches only the processes of this machine"),
+        (["flight-recorder", "JOB", "-o", "dumps"], "no process has a group of backend='monarch'"),
+        (["logs", "JOB", "--rank", "gpus 9"], "no process is ['gpus 9']; there are ["),
+    ],
+)
+@pytest.mark.usefixtures("programs")
+def test_what_is_not_there_is_an_error(job: Job, words: list[str], error: str) -> None:
+    ran = command(*(str(job.path) if word == "JOB" else word for word in words))
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert error in ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs")
+def test_commands_read_the_host(job: Job, tmp_path: Path) -> None:
+    lines = command("logs", job.path, "--grep", "nested .* talks|sleeps").stdout
+    assert f"{HOST} " in lines and "inner 0 of nested: the nested process talks" in lines
+    assert "rank 1 sleeps" in lines
+    assert f"hosts 0 gpus 1 of workers on {HOST}: running sleeper.sleep" in command("top", job.path, "--once").stdout
+    assert f'host="{HOST}"' in command("metrics", job.path).stdout
+    saved = tmp_path / "recording.sqlite"
+    assert command("export", "sqlite", job.path, "-o", saved).returncode == 0
+    query = "select count(*) from messages where endpoint = 'sleep'"
+    assert json.loads(command("sql", query, "--from", saved, "--json").stdout)["rows"] == [[2]]
+    profile = command("profile", job.path, "--seconds", "0.1", "-o", tmp_path / "trace.json")
+    assert "profiles of 3 of 3 processes" in profile.stdout, profile.stdout + profile.stderr
+
+
 def test_host_that_is_gone_is_named(job: Job, tmp_path: Path) -> None:
     content = json.loads(job.path.read_text())
     lost = content["hosts"][0] | {"index": 1, "where": "lost", "address": "tcp://127.0.0.1:9"}
@@ -168,6 +280,42 @@ def test_host_that_is_gone_is_named(job: Job, tmp_path: Path) -> None:
     assert sorted(hosts) == ["", "trainers[0] (127.0.0.1)"]
     assert (unread, not_read) == (wanted, wanted)
     assert rows == [(2,)]
+
+
+def not_read(path: Path) -> list[str]:
+    with Inspection(path) as there:
+        return [str(each) for each in there.look()[2]]
+
+
+def test_hosts_are_attached_at_the_same_time(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of two hosts ends its connection before both have one."""
+    both, met = threading.Barrier(2), list[int]()
+
+    def serve(server: socket.socket) -> None:
+        server.accept()[0].close()  # the look whether it can be reached
+        with server.accept()[0]:
+            both.wait(30)
+            met.append(1)
+
+    content = json.loads(job.path.read_text())
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        content["hosts"] = [
+            content["hosts"][0] | {"index": index, "address": f"tcp://127.0.0.1:{server.getsockname()[1]}"}
+            for index, server in enumerate(servers)
+        ]
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps(content))
+        path.chmod(0o600)
+        monkeypatch.setattr(inspection, "TIMEOUT_S", 2.0)
+        threads = [threading.Thread(target=serve, args=(server,), daemon=True) for server in servers]
+        for thread in threads:
+            thread.start()
+        unread = in_program(not_read, path)
+        for thread in threads:
+            thread.join(30)
+    assert [each.partition(":")[0] for each in unread] == ["trainers[0] (127.0.0.1)", "trainers[1] (127.0.0.1)"]
+    assert met == [1, 1]
 
 
 def test_names_that_are_no_jobs_stand_for_programs() -> None:

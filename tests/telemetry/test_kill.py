@@ -12,8 +12,8 @@ import pytest
 
 from monarch_backend import cli
 from monarch_backend._core import platform
+from monarch_backend._telemetry import process_signals
 from monarch_backend._telemetry.programs import Program, select
-from monarch_backend.cli import kill
 from tests.support.waiting import wait_until
 from tests.telemetry.programs import busy_program
 
@@ -107,7 +107,7 @@ def test_other_signals_are_sent_without_waiting(
 def test_process_that_does_not_end_is_an_error(
     kept: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kill, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(process_signals, "PATIENCE_S", 0.05)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda descriptor, number: None)
     assert cli.main(["kill", str(kept.pid), "--rank", "gpus 0"]) == 1
     error = capsys.readouterr().err

@@ -146,7 +146,7 @@ def test_json_has_program_pid_and_stream(running: subprocess.Popen[str], capsys:
     line = json.loads(_logs(capsys, running.pid, "--json"))
     assert abs(line.pop("time") - time.time()) < 600
     assert line == {
-        "program": running.pid, "label": "gpus 1 of trainers", "pid": _processes(running.pid)[2].pid,
+        "program": running.pid, "host": "", "label": "gpus 1 of trainers", "pid": _processes(running.pid)[2].pid,
         "stream": "stdout", "text": "sleeps",
     }  # fmt: skip
 

@@ -22,6 +22,7 @@ from monarch_backend._core import platform
 from monarch_backend._telemetry.export import prometheus
 from monarch_backend._telemetry.export.series import BOUNDS, Collector, Distribution, Family, Point
 from monarch_backend._telemetry.metrics import InstrumentKind
+from monarch_backend._telemetry.subject import ThisMachine
 from monarch_backend.cli import main
 from tests.telemetry.traced_program import traced_program
 
@@ -129,6 +130,7 @@ def test_histogram_has_growing_buckets() -> None:
 MANY = """
 import sys
 from monarch_backend.actor import get_meter, this_host
+from monarch_backend._telemetry.subject import ThisMachine
 
 procs = this_host().spawn_procs({"gpus": 1})
 meter = get_meter("m")
@@ -152,7 +154,7 @@ def test_sums_continue_after_events_are_overwritten() -> None:
     assert child.stdin is not None and child.stdout is not None
     with child:
         try:
-            collector = Collector(str(child.pid))
+            collector = Collector(ThisMachine(str(child.pid)).recording)
             for _ in range(2):
                 assert child.stdout.readline() == "ready\n"
                 families, _ = collector.look()
@@ -205,7 +207,7 @@ def _ranks(tmp_path: Path, script: str) -> Iterator[list[subprocess.Popen[str]]]
 
 def test_collectives_are_counted_by_rank_and_operation(tmp_path: Path) -> None:
     with _ranks(tmp_path, COLLECTIVES) as ranks:
-        found = _parse(prometheus.as_text(Collector(str(ranks[0].pid)).look()[0]))
+        found = _parse(prometheus.as_text(Collector(ThisMachine(str(ranks[0].pid)).recording).look()[0]))
     [entered], [left] = (_where(found[f"monarch_collectives_{what}_total"], rank="0") for what in ("entered", "left"))
     assert entered == left + 1
     reduced = {"operation": "all_reduce", "status": "ok"}

@@ -75,10 +75,10 @@ def test_traffic_beyond_the_ring_is_an_estimate(area: RecordingArea) -> None:
 
 
 def test_rates_are_those_between_two_looks(running: subprocess.Popen[str]) -> None:
-    meter = RateMeter(str(running.pid))
+    meter = RateMeter(lambda: select(str(running.pid)))
     assert meter.look()[1] == {}
     [program], rates = meter.look()
-    assert set(rates) == {process.pid for process in program.processes}
+    assert set(rates) == {("", process.pid) for process in program.processes}
     assert all(each.messages_per_second == 0 and each.bytes_per_second == 0 for each in rates.values())
 
 
@@ -100,13 +100,13 @@ def test_rates_count_messages_since_the_last_look() -> None:
         try:
             assert process.stdin is not None and process.stdout is not None
             assert process.stdout.readline() == "up\n"
-            meter = RateMeter(str(process.pid))
+            meter = RateMeter(lambda: select(str(process.pid)))
             meter.look()
             meter.look()
             process.stdin.write("go\n")
             process.stdin.flush()
             assert process.stdout.readline() == "sent\n"
-            own = meter.look()[1][process.pid]
+            own = meter.look()[1]["", process.pid]
         finally:
             process.kill()
     assert own.messages_per_second > 0

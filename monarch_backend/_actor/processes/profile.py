@@ -62,7 +62,7 @@ def _take(
         peer, label = core.peer(rank), f"{core.where(rank)} of {core.name}"
         if host_of(peer.token) != here:
             host = program.hosts.name_of(peer.token)
-            far.append(Profile(0, label, f"it is on host {host}: run monarch-backend profile there"))
+            far.append(Profile(0, label, f"it is on host {host}: run 'monarch-backend profile JOB', with its job"))
         elif peer.gone is not None:
             far.append(Profile(0, label, f"it has ended: {peer.gone}"))
         else:

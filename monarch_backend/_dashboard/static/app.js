@@ -1,7 +1,7 @@
 // The page: views, the choice of a program, and the loop that refreshes the shown view.
 
 import { ApiError, request } from "./api.js";
-import { h } from "./dom.js";
+import { h, onHost } from "./dom.js";
 import collectives from "./collectives.js";
 import failures from "./failures.js";
 import logs from "./logs.js";
@@ -22,14 +22,24 @@ let running = null; // AbortController of the refresh under way
 // What views use. `parameters` are those of the address after the view's name.
 const context = {
   parameters: new URLSearchParams(),
+  // The parameters that choose the program: none for all.
   get program() {
-    return $("program").value;
+    const [pid, host] = split($("program").value);
+    return pid ? { program: pid, host } : {};
   },
   ask: (path, parameters = {}, options = {}) =>
-    request(path, { program: context.program, ...parameters }, { signal: running?.signal, ...options }),
+    request(path, { ...context.program, ...parameters }, { signal: running?.signal, ...options }),
   refresh: () => refresh(),
   fail,
 };
+
+// Programs on different hosts may have the same pid. A choice is "pid host".
+const choice = (program) => `${program.pid} ${program.host}`;
+
+function split(chosen) {
+  const at = chosen.indexOf(" ");
+  return at < 0 ? [null, ""] : [Number(chosen.slice(0, at)), chosen.slice(at + 1)];
+}
 
 function fail(error) {
   if (error.name === "AbortError") return;
@@ -89,8 +99,8 @@ async function updatePrograms() {
   try {
     const { programs } = await request("programs");
     const chosen = $("program").value;
-    const options = programs.map((each) => h("option", { value: each.pid }, `${each.command.slice(-60)} (${each.pid})`));
-    if (chosen && !programs.some((each) => String(each.pid) === chosen)) {
+    const options = programs.map((each) => h("option", { value: choice(each) }, `${each.command.slice(-60)} (${each.pid})${onHost(each)}`));
+    if (chosen && !programs.some((each) => choice(each) === chosen)) {
       options.push(h("option", { value: chosen }, `${chosen} (has ended)`));
     }
     $("program").replaceChildren(h("option", { value: "" }, programs.length ? "all" : "none runs"), ...options);

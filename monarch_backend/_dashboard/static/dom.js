@@ -36,6 +36,11 @@ export function count(number) {
   return number < 1000 ? number.toFixed(0) : number < 1e6 ? `${(number / 1e3).toFixed(1)} k` : `${(number / 1e6).toFixed(1)} M`;
 }
 
+// Return " on HOST" for what is on another host, else nothing.
+export function onHost({ host }) {
+  return host ? ` on ${host}` : "";
+}
+
 export function clock(unixSeconds) {
   return new Date(unixSeconds * 1000).toLocaleTimeString([], { hour12: false });
 }

@@ -1,6 +1,6 @@
 // Failures with their chains of causes, and the last output of the process.
 
-import { clock, h, lacks } from "./dom.js";
+import { clock, h, lacks, onHost } from "./dom.js";
 
 let list;
 let shown = "";
@@ -24,7 +24,7 @@ async function load(context) {
 
 function failure(each, number) {
   return h("details", { open: number === 0 },
-    h("summary", {}, h("span", { className: "key failed" }), `${each.unix_s ? clock(each.unix_s) : ""} ${each.process} (pid ${each.pid}): ${each.what}`),
+    h("summary", {}, h("span", { className: "key failed" }), `${each.unix_s ? clock(each.unix_s) : ""} ${each.process} (pid ${each.pid})${onHost(each)}: ${each.what}`),
     h("ol", { className: "chain" }, each.chain.map((cause) => h("li", {}, `${cause.what}, in ${cause.process} (pid ${cause.pid})`))),
     each.log.length ? [h("h3", {}, "Last lines of the process"), h("pre", {}, each.log.join("\n"))] : h("p", { className: "muted" }, "The process has printed nothing."),
     h("a", { href: `#/logs?rank=${each.pid}` }, "its logs"),

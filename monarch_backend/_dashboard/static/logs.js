@@ -1,6 +1,6 @@
 // The last output of the processes, with search.
 
-import { clock, h } from "./dom.js";
+import { clock, h, onHost } from "./dom.js";
 
 let parts;
 let shown = "";
@@ -30,8 +30,9 @@ async function load(context) {
     if (text === shown) return;
     shown = text;
     parts.lines.replaceChildren(...answer.lines.map((line) => h("div", { className: line.stream },
-      h("span", { className: "muted" }, `${clock(line.unix_s)} ${line.process} `), line.text)));
+      h("span", { className: "muted" }, `${clock(line.unix_s)} ${line.process}${onHost(line)} `), line.text)));
     parts.about.textContent = answer.kept ? `${answer.lines.length} lines, ${answer.left_out} earlier ones` : "no program keeps output";
+    if (answer.not_read.length) parts.about.textContent += `; not read: ${answer.not_read.join("; ")}`;
     if (parts.follow.checked) parts.lines.scrollTop = parts.lines.scrollHeight;
   };
 }

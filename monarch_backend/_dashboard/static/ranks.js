@@ -1,6 +1,6 @@
 // Ranks: totals, a grid of the processes of each mesh coloured by state, the busiest processes, and one in detail.
 
-import { bytes, count, duration, h, setText, table } from "./dom.js";
+import { bytes, count, duration, h, lacks, onHost, setText, table } from "./dom.js";
 
 const STATES = {
   failed: "has ended with an error, or an actor has failed",
@@ -26,13 +26,15 @@ let shape = ""; // what the grid was built for
 let byKey = new Map();
 let chosen = null;
 
-const keyOf = (program, rank) => `${program.pid}/${rank.pid}`;
+const keyOf = (program, rank) => `${program.host}/${program.pid}/${rank.pid}`;
+const countsOf = (program, mesh) => `${program.host}/${program.pid}/${mesh}`;
 
 function open(root, context) {
   cells = new Map();
   shape = "";
   parts = {
     totals: h("div", { className: "totals" }),
+    about: h("div", {}),
     legend: h("p", {}, Object.entries(STATES).map(([state, text]) =>
       [h("span", { className: `key ${state}` }), h("span", { title: text }, state)])),
     tree: h("div", {}),
@@ -53,7 +55,7 @@ function open(root, context) {
     if (rank) event.target.title = title(rank);
   });
   root.append(
-    parts.totals, parts.legend,
+    parts.totals, parts.about, parts.legend,
     h("div", { className: "columns" }, parts.tree, parts.detail),
     h("h2", {}, "Processes"),
     h("div", { className: "controls" }, h("label", {}, "Find ", parts.filter), h("label", {}, "Order ", parts.order)),
@@ -63,21 +65,27 @@ function open(root, context) {
 
 function title(rank) {
   const doing = rank.doing ? ` ${rank.doing} for ${duration(rank.since_s)}` : "";
-  return `${rank.label} (pid ${rank.pid}): ${rank.state}${doing}, ${rank.queue} in the queue`;
+  return `${rank.label} (pid ${rank.pid})${onHost(rank)}: ${rank.state}${doing}, ${rank.queue} in the queue`;
 }
 
 let last = { tree: { programs: [] }, detail: null };
 
 async function load(context) {
-  const pid = chosen && Number(chosen.split("/")[1]);
+  const rank = chosen && byKey.get(chosen);
   const [tree, rates, detail] = await Promise.all([
     context.ask("tree"), context.ask("rates"),
-    pid ? context.ask("process", { program: null, pid }).catch((error) => ({ error })) : null,
+    rank ? context.ask("process", { program: null, pid: rank.pid, host: rank.host }).catch((error) => ({ error })) : null,
   ]);
-  const ratesOf = new Map(rates.rates.map((each) => [each.pid, each]));
-  for (const program of tree.programs) for (const rank of program.ranks) rank.rates = ratesOf.get(rank.pid);
+  const ratesOf = new Map(rates.rates.map((each) => [`${each.host}/${each.pid}`, each]));
+  for (const program of tree.programs) {
+    for (const each of program.ranks) {
+      each.host = program.host;
+      each.rates = ratesOf.get(`${each.host}/${each.pid}`);
+    }
+  }
   return () => {
     last = { tree: { programs: merged(tree.programs) }, detail };
+    parts.about.replaceChildren(lacks(tree, "programs are") ?? "");
     draw();
   };
 }
@@ -157,10 +165,10 @@ function build(programs) {
   cells = new Map();
   parts.counts = new Map();
   parts.tree.replaceChildren(...programs.map((program) => h("section", {},
-    h("h2", {}, `${program.command} (pid ${program.pid})`),
+    h("h2", {}, `${program.command} (pid ${program.pid})${onHost(program)}`),
     [...meshesOf(program)].map(([mesh, ranks]) => {
       const counts = h("span", { className: "muted" });
-      parts.counts.set(`${program.pid}/${mesh}`, counts);
+      parts.counts.set(countsOf(program, mesh), counts);
       const buttons = ranks.map((rank) => {
         const cell = h("button", { type: "button" });
         cell.dataset.key = keyOf(program, rank);
@@ -178,7 +186,7 @@ function drawMeshCounts(programs) {
       const states = {};
       for (const rank of ranks) states[rank.state] = (states[rank.state] ?? 0) + 1;
       const text = Object.entries(states).map(([state, number]) => `${number} ${state}`).join(", ");
-      setText(parts.counts.get(`${program.pid}/${mesh}`), `${ranks.length} processes: ${text}`);
+      setText(parts.counts.get(countsOf(program, mesh)), `${ranks.length} processes: ${text}`);
     }
   }
 }
@@ -207,7 +215,7 @@ function drawDetail() {
     return;
   }
   const pid = rank.pid;
-  const activities = last.detail?.rank?.pid === pid ? last.detail.activities : [];
+  const activities = last.detail?.rank?.pid === pid && last.detail.rank.label === rank.label ? last.detail.activities : [];
   parts.detail.replaceChildren(
     h("h3", {}, rank.label), h("p", {}, title(rank)),
     rank.exit_code === null ? "" : h("p", {}, `It has ended with ${rank.exit_code}.`),

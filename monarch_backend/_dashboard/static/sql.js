@@ -29,7 +29,7 @@ function open(root, context) {
 }
 
 async function load(context) {
-  const parameters = { query: parts.query.value, program: context.program ? Number(context.program) : null };
+  const parameters = { query: parts.query.value };
   parts.about.textContent = "runs ...";
   let answer;
   try {

@@ -1,6 +1,6 @@
 // Python stacks, equal ones once. They are read when the reader asks: each read interrupts the processes shortly.
 
-import { h } from "./dom.js";
+import { h, onHost } from "./dom.js";
 
 let parts;
 
@@ -20,7 +20,7 @@ async function load(context) {
   return () => {
     const left = answer.left_out ? h("p", { className: "muted" }, `${answer.left_out} processes were not asked: choose one`) : "";
     parts.list.replaceChildren(...answer.programs.map((program) => h("section", {},
-      h("h2", {}, `${program.command} (pid ${program.pid})`),
+      h("h2", {}, `${program.command} (pid ${program.pid})${onHost(program)}`),
       program.groups.map((group) => [
         h("h3", {}, `${group.labels} (${group.pids.length === 1 ? `pid ${group.pids[0]}` : `${group.pids.length} processes`})`),
         h("pre", {}, group.text)]))), left);

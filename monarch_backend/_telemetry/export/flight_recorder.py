@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,17 +65,21 @@ class Dumps:
             with open(os.path.join(folder, f"{FILE_PREFIX}{rank}"), "wb") as file:
                 pickle.dump(dump, file)
 
-    def add_stacks(self) -> None:
-        """Ask the ranks that are in a collective for their stacks, and give these to its entry."""
-        asked = [
-            (entries[-1], self.processes[rank])
-            for rank, dump in self.of_rank.items()
-            if (entries := [entry for entry in dump["entries"] if entry["state"] == "started"])
-            and is_alive(self.processes[rank])
-        ]
-        read = stacks.read_all([process.pid for _, process in asked])
-        for (entry, _), found in zip(asked, read, strict=True):
-            entry["frames"] = _frames(found)
+    def add_stacks(self, read: Callable[[str, list[int]], list[stacks.Stacks]]) -> None:
+        """Ask the ranks that are in a collective for their stacks, and give these to its entry.
+
+        ``read`` returns the stacks of processes of a host, "" for this machine.
+        """
+        asked = defaultdict[str, list[tuple[dict[str, Any], int]]](list)
+        for rank, dump in self.of_rank.items():
+            entries = [entry for entry in dump["entries"] if entry["state"] == "started"]
+            process = self.processes[rank]
+            if entries and is_alive(process):
+                asked[process.host].append((entries[-1], process.pid))
+        for host, members in asked.items():
+            found = read(host, [pid for _, pid in members])
+            for (entry, _), each in zip(members, found, strict=True):
+                entry["frames"] = _frames(each)
 
 
 def _frames(found: stacks.Stacks) -> list[dict[str, Any]]:

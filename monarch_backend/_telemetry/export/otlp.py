@@ -8,7 +8,7 @@ import os
 import socket
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,12 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from monarch_backend import __version__
-from monarch_backend._telemetry import program_recording
 from monarch_backend._telemetry.export.series import BOUNDS, Collector, Distribution, Family, title_of
 from monarch_backend._telemetry.export.span_tree import Node, SpanTree
 from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.metrics import SUMS, InstrumentKind
-from monarch_backend._telemetry.program_recording import ProcessRecording
+from monarch_backend._telemetry.program_recording import ProcessRecording, Recording
+from monarch_backend._telemetry.reader import ALL_EVENTS, EventFilter
 from monarch_backend._telemetry.trace_context import HEADER
 
 TIMEOUT_S = 10.0
@@ -56,12 +56,14 @@ class Sent:
 
 
 class Exporter:
-    """Exporter of the programs that ``name`` stands for to a receiver. ``endpoint`` is its URL without /v1/traces.
+    """Exporter of programs to a receiver. ``read`` returns a recording of them with the wanted events.
+
+    ``endpoint`` is the receiver's URL without /v1/traces.
 
     Headers and certificates are those of the variables OTEL_EXPORTER_OTLP_... Raises ValueError for a wrong URL.
     """
 
-    def __init__(self, name: str | None, endpoint: str) -> None:
+    def __init__(self, read: Callable[[EventFilter], Recording], endpoint: str) -> None:
         self._where = _checked(endpoint)
         base = endpoint.rstrip("/")
         with self._explained():
@@ -69,8 +71,8 @@ class Exporter:
             self._metrics = OTLPMetricExporter(endpoint=f"{base}/v1/metrics", timeout=TIMEOUT_S)
         if self._said.text:
             raise ValueError(f"a variable OTEL_EXPORTER_OTLP_... is wrong: {self._said.text}")
-        self._name = name
-        self._collector, self._tree = Collector(name), SpanTree()
+        self._read = read
+        self._collector, self._tree = Collector(read), SpanTree()
         self._exported: dict[tuple[int, int], int] = {}  # the last event of each process
         self._waiting: set[int] = set()  # spans to be sent later
         self._lost: set[int] = set()  # spans that were open when their process ended
@@ -79,9 +81,9 @@ class Exporter:
         """Send the spans that have ended since the last call, and all metrics.
 
         A span below one that cannot be seen yet waits for it, unless ``is_last``.
-        Raises LookupError if there is no such program, and ExportError if the receiver takes nothing.
+        Raises what ``read`` does, and ExportError if the receiver refuses something.
         """
-        recording = program_recording.read(self._name)
+        recording = self._read(ALL_EVENTS)
         all_nodes = self._tree.nodes(recording)
         new = [node for node in all_nodes if self._is_new(node)]
         oldest = recording.now_ns if is_last else recording.now_ns - int(MAX_WAIT_S * 1e9)
@@ -93,7 +95,7 @@ class Exporter:
             with self._explained():
                 done = self._spans.export(spans[start : start + SPANS_PER_REQUEST]) is SpanExportResult.SUCCESS
             self._check(done)
-        self._note(recording.processes, all_nodes)
+        self._note(recording, all_nodes)
         self._waiting = waiting
         families, seen = self._collector.look()
         data = _metrics_data(families, seen.now_ns + seen.wall_offset_ns, seen.wall_offset_ns)
@@ -110,17 +112,16 @@ class Exporter:
     def _is_new(self, node: Node) -> bool:
         if node.number is None:
             return node.end is not None and node.own not in self._lost
-        return node.own in self._waiting or node.number > self._exported.get(
-            (node.process.pid, node.process.recorded.started_ns), 0
-        )
+        return node.own in self._waiting or node.number > self._exported.get(node.process.recorded.key, 0)
 
-    def _note(self, processes: list[ProcessRecording], nodes: list[Node]) -> None:
-        self._exported = {
-            (each.pid, each.recorded.started_ns): each.recorded.events[-1].number
-            for each in processes
-            if each.recorded.events
+    def _note(self, recording: Recording, nodes: list[Node]) -> None:
+        if not recording.unread:  # else a host may be among them, whose processes are read again later
+            self._exported.clear()
+            self._lost.clear()
+        self._exported |= {
+            each.recorded.key: each.recorded.events[-1].number for each in recording.processes if each.recorded.events
         }
-        self._lost = {node.own for node in nodes if node.number is None and node.end is not None}
+        self._lost |= {node.own for node in nodes if node.number is None and node.end is not None}
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -192,10 +193,11 @@ def _checked(endpoint: str) -> str:
 
 def _resource(process: ProcessRecording) -> Resource:
     rank, _, mesh = process.label.partition(" of ")
+    host = process.host or socket.gethostname()
     attributes: dict[str, Any] = {
         "service.name": title_of(process.program),
-        "service.instance.id": f"{socket.gethostname()}:{process.pid}:{process.recorded.started_ns}",
-        "host.name": socket.gethostname(),
+        "service.instance.id": ":".join(map(str, (host, *process.recorded.key))),
+        "host.name": host,
         "process.pid": process.pid,
         "monarch.process": process.label,
     }

@@ -70,6 +70,7 @@ def _labels(point: Point) -> dict[str, str]:
     labels = {"program": point.program}
     if point.process is not None:
         labels |= {"pid": str(point.process.pid), "process": point.process.label}
+        labels |= {"host": point.process.host} if point.process.host else {}
     for attribute, value in point.attributes.items():
         label = re.sub(r"[^a-zA-Z0-9_]", "_", attribute) or "_"
         label = f"_{label}" if label[0].isdigit() else label

@@ -10,11 +10,10 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from monarch_backend._telemetry import program_recording
 from monarch_backend._telemetry.kinds import Kind, State, Status
 from monarch_backend._telemetry.metrics import MAX_TOTALS, InstrumentKind
 from monarch_backend._telemetry.program_recording import (
@@ -38,7 +37,7 @@ _KINDS = frozenset(InstrumentKind)  # a later release may have more
 
 Attributes = tuple[tuple[str, str], ...]
 ProcessKey = tuple[int, int]
-"""A process: its pid, and when it started."""
+"""A process: `RecordedProcess.key`."""
 
 
 @dataclass
@@ -162,25 +161,25 @@ class _Sums:
 
 
 class Collector:
-    """Reader of the metrics of programs. ``name`` is that of `programs.select`."""
+    """Reader of the metrics of programs. ``read`` returns a recording of them with the wanted events."""
 
-    def __init__(self, name: str | None = None) -> None:
-        self._name = name
+    def __init__(self, read: Callable[[EventFilter], Recording]) -> None:
+        self._read = read
         self._sums: dict[ProcessKey, _Sums] = {}
 
     def look(self) -> tuple[list[Family], Recording]:
         """Return the families that have values, with what was read: only the events since the last look.
 
-        Raises LookupError if there is no such program, NotImplementedError without /proc.
+        Raises what ``read`` does.
         """
-        after = {key: each.last_event for key, each in self._sums.items()}
-        recording = program_recording.read(self._name, EventFilter(after=after))
+        recording = self._read(EventFilter(after={key: each.last_event for key, each in self._sums.items()}))
         sums = {}
         for process in recording.processes:
-            key = process.pid, process.recorded.started_ns
+            key = process.recorded.key
             sums[key] = self._sums.get(key) or _Sums()
             sums[key].add(process)
-        self._sums = sums  # those of processes that are gone are dropped
+        # Those of processes that are gone are dropped, unless a host was not read this time.
+        self._sums = self._sums | sums if recording.unread else sums
         return list(self._families(recording)), recording
 
     def _families(self, recording: Recording) -> Iterator[Family]:
@@ -194,7 +193,7 @@ class Collector:
                 made["monarch.processes"].points.append(Point(title_of(each), None, attributes, count))
         for process in recording.processes:
             program = title_of(process.program)
-            sums = self._sums[process.pid, process.recorded.started_ns]
+            sums = self._sums[process.recorded.key]
             for name, attributes, value in itertools.chain(_of_sums(sums, process), _of_now(process)):
                 made[name].points.append(Point(program, process, attributes, value))
             for (kind, name), series in sums.users.items():

@@ -184,7 +184,7 @@ def _span_above(node: Node, process: ProcessRecording, number: int, spans: dict[
     """Return the span of this number. If it is overwritten, or open without a cell, note what it is."""
     found = spans.get((id(process), number))
     if found is None:
-        node.above, node.waits = span_identity(process.pid, process.recorded.started_ns, number), is_alive(process)
+        node.above, node.waits = span_identity(*process.recorded.key, number), is_alive(process)
     return found
 
 
@@ -231,10 +231,12 @@ def span_identity(pid: int, started_ns: int, number: int) -> int:
 
 
 def _identity(node: Node) -> int:
-    pid, started = node.process.pid, node.process.recorded.started_ns
+    pid, started = node.process.recorded.key
     if node.kind == Kind.SPAN:
         return span_identity(pid, started, node.reference)
-    return _hash(pid, started, Kind.MESSAGE, node.name, node.start, node.other, node.reference)
+    return _hash(
+        pid, started, Kind.MESSAGE, node.name, node.start + node.process.recorded.ahead_ns, node.other, node.reference
+    )
 
 
 def _hash(*parts: Any) -> int:
