@@ -13,7 +13,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Receiver(http.server.ThreadingHTTPServer):
-    """What has arrived: spans and metrics, each with the attributes of its resource. ``status`` is the answer."""
+    """What has arrived: spans and metrics, each with the attributes of its resource.
+
+    ``status`` is the answer. ``statuses`` has those of the next requests, before it.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -21,6 +24,7 @@ class Receiver(http.server.ThreadingHTTPServer):
         self.metrics: list[tuple[dict[str, Any], Any]] = []
         self.headers: list[dict[str, str]] = []
         self.status = 200
+        self.statuses: list[int] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -30,15 +34,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.headers.append(dict(self.headers))
-        if self.server.status == 200 and self.path == "/v1/traces":
+        status = self.server.statuses.pop(0) if self.server.statuses else self.server.status
+        if status == 200 and self.path == "/v1/traces":
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
                 about = attributes(resource.resource)
                 self.server.spans += [(about, span) for scope in resource.scope_spans for span in scope.spans]
-        elif self.server.status == 200 and self.path == "/v1/metrics":
+        elif status == 200 and self.path == "/v1/metrics":
             for found in ExportMetricsServiceRequest.FromString(body).resource_metrics:
                 about = attributes(found.resource)
                 self.server.metrics += [(about, each) for scope in found.scope_metrics for each in scope.metrics]
-        self.send_response(self.server.status if self.path in ("/v1/traces", "/v1/metrics") else 404)
+        self.send_response(status if self.path in ("/v1/traces", "/v1/metrics") else 404)
         self.send_header("Content-Length", "0")
         self.end_headers()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 
 from monarch_backend._core import platform
+from monarch_backend._telemetry.subject import ThisMachine
 from monarch_backend.cli import main
 from tests.support.waiting import wait_until
 from tests.telemetry.traced_program import traced_program
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+from monarch_backend._telemetry.export import otlp
 from tests.telemetry.otlp_receiver import Receiver, attributes, receiver
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
@@ -163,6 +166,22 @@ def test_interval_goes_on_after_a_failure_and_ends_with_a_signal(program: subpro
     assert child.returncode == 0 and "spans and" in out and "did not take the data" in err
 
 
+def test_spans_that_were_taken_before_a_failure_are_not_sent_again(
+    program: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otlp, "SPANS_PER_REQUEST", 5)
+    read = ThisMachine(str(program.pid)).recording
+    with receiver() as server, contextlib.closing(otlp.Exporter(read, server.url)) as exporter:
+        server.statuses = [200, 400]
+        with pytest.raises(otlp.ExportError, match="did not take the data"):
+            exporter.send(is_last=True)
+        assert len(server.spans) == 5
+        left = exporter.send(is_last=True).spans
+        assert exporter.send(is_last=True).spans == 0
+    sent = [span.span_id for _, span in server.spans]
+    assert len(sent) == len(set(sent)) == 5 + left and left > 5
+
+
 @pytest.mark.parametrize("status", [401, 404])
 def test_refusal_is_an_error_without_secrets(
     program: subprocess.Popen[str], status: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -237,6 +256,7 @@ REQUESTS = """
 import asyncio, sys
 from monarch_backend.actor import Actor, endpoint, span, this_host
 from monarch_backend.telemetry import remote_parent
+from monarch_backend._telemetry.subject import ThisMachine
 
 
 class Worker(Actor):

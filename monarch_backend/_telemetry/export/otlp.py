@@ -76,6 +76,7 @@ class Exporter:
         self._exported: dict[tuple[int, int], int] = {}  # the last event of each process
         self._waiting: set[int] = set()  # spans to be sent later
         self._lost: set[int] = set()  # spans that were open when their process ended
+        self._taken: set[int] = set()  # spans that the receiver took in a call that failed later
 
     def send(self, *, is_last: bool = False) -> Sent:
         """Send the spans that have ended since the last call, and all metrics.
@@ -85,7 +86,7 @@ class Exporter:
         """
         recording = self._read(ALL_EVENTS)
         all_nodes = self._tree.nodes(recording)
-        new = [node for node in all_nodes if self._is_new(node)]
+        new = [node for node in all_nodes if node.own not in self._taken and self._is_new(node)]
         oldest = recording.now_ns if is_last else recording.now_ns - int(MAX_WAIT_S * 1e9)
         waiting = {node.own for node in new if node.waits and node.end is not None and node.end > oldest}
         nodes = [node for node in new if not node.is_link and node.own not in waiting]
@@ -95,6 +96,7 @@ class Exporter:
             with self._explained():
                 done = self._spans.export(spans[start : start + SPANS_PER_REQUEST]) is SpanExportResult.SUCCESS
             self._check(done)
+            self._taken |= {node.own for node in nodes[start : start + SPANS_PER_REQUEST]}
         self._note(recording, all_nodes)
         self._waiting = waiting
         families, seen = self._collector.look()
@@ -122,6 +124,7 @@ class Exporter:
             each.recorded.key: each.recorded.events[-1].number for each in recording.processes if each.recorded.events
         }
         self._lost |= {node.own for node in nodes if node.number is None and node.end is not None}
+        self._taken = set()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
