@@ -42,6 +42,12 @@ def _gateway() -> Any:
     return attach.go_through
 
 
+def _remote_places() -> Any:
+    from monarch_backend._hosts import remote_places
+
+    return remote_places.ask
+
+
 def _workspace_sync() -> Any:
     from monarch_backend._hosts import workspace_sync
 
@@ -71,6 +77,7 @@ provide("worker", lambda: run_worker)
 provide("bootstrap", lambda: run_bootstrap)
 provide("actor module", _actor_module)
 provide("gateway", _gateway)
+provide("places on other hosts", _remote_places)
 provide("workspace sync", _workspace_sync)
 provide("replay recording", _replay_recording)
 provide("setting rdma", _rdma)

@@ -28,6 +28,7 @@ from monarch_backend._hosts.connection_settings import tls_for
 from monarch_backend._hosts.log_forwarding import OutputReader
 from monarch_backend._hosts.protocol import (
     Ask,
+    AskPlaces,
     Attach,
     Attached,
     AttachFailed,
@@ -46,6 +47,7 @@ from monarch_backend._hosts.protocol import (
     Versions,
     Welcome,
 )
+from monarch_backend._hosts.remote_places import Answers
 from monarch_backend._processes import local_sockets, system_calls
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import RANKS_HERE, Event, ProcessSpec, Spawner
@@ -149,6 +151,7 @@ class AgentProcess:
             str, list[PeerConnection]
         ] = {}  # sessions by host; there are two where both sides have called
         self._known: dict[str, tuple[str, int, str, str]] = {}  # addresses of hosts
+        self._places = Answers(self._router, self._known, plan.asker)
         self._ways: dict[str, str] = {}  # the next host on the route to a host
         self._attached: set[str] = set()  # hosts that this agent has attached
         if plan.asker and host_of(plan.asker) != host_of(plan.root):
@@ -368,12 +371,15 @@ class AgentProcess:
         self._router.tell(self._root, AgentFrame(), protocol.encode(message))
 
     def _told(self, peer: Peer, _: AgentFrame, frame: Frame) -> None:
-        if peer is not self._root:
-            raise FrameError("only the controller can send requests to an agent")
         try:
             message = protocol.decode(frame.body)
         except msgspec.DecodeError as error:
             raise FrameError(f"not a message for an agent: {error}") from None
+        if isinstance(message, AskPlaces):  # from any process of the program
+            self._places.take(message)
+            return
+        if peer is not self._root:
+            raise FrameError("only the controller can send this request to an agent")
         if isinstance(message, Attach):
             self._until[message.id] = time.monotonic() + message.patience
             self._tcp.call_soon(lambda: self._ask(message))

@@ -13,9 +13,9 @@ from typing import Any
 from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts import agent as agent_module
-from monarch_backend._hosts import protocol
+from monarch_backend._hosts import protocol, remote_places
 from monarch_backend._hosts.connection_settings import find_secret, parse_address, tls_for
-from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Started
+from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Places, Started
 from monarch_backend._hosts.remote_spawner import RemoteSpawner
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.host_mesh import HostMesh
@@ -243,6 +243,8 @@ class HostRegistry(RuntimeExtension):
             self._program.progress.wake()
         elif isinstance(message, Lost):
             self.lost(message.host, message.reason)
+        elif isinstance(message, Places):
+            remote_places.of_runtime(self._program).heard(message)
         elif host is not None:
             host.spawner.heard(message)
 

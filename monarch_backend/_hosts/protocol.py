@@ -166,6 +166,36 @@ class Lost(_Message, tag="lost", frozen=True):
     reason: str
 
 
+class PlaceOfCall(msgspec.Struct, frozen=True, array_like=True):
+    """A call whose receiver has this identity in recordings; the other fields are those of `whereabouts.Call`."""
+
+    identity: int
+    actor: str
+    rank: int
+    caller: int
+    number: int
+
+
+class AskPlaces(_Message, tag="ask_places", frozen=True):
+    """Request of a process with the token ``asker`` to the agent of a host: where are the receivers of these calls?
+
+    The gateway of the process's own host gets it, and sends it on. The answer is of use for ``timeout`` seconds.
+    """
+
+    id: int
+    asker: str
+    host: str
+    timeout: float
+    calls: tuple[PlaceOfCall, ...]
+
+
+class Places(_Message, tag="places", frozen=True):
+    """Answer of an agent: a text for each call."""
+
+    id: int
+    texts: tuple[str, ...]
+
+
 # Every class of messages must be defined in this module, above this line.
 _messages = (*_Message.__subclasses__(), Exited, Kill, Spawn, SpawnFailed, Started)
 encode = msgspec.msgpack.Encoder().encode

@@ -116,6 +116,44 @@ class Worker(PortHolder):
         logging.getLogger("worker").warning(text)
 
 
+class Sleeper(Actor):
+    """Actor whose endpoint never ends, and one that waits for it on another host."""
+
+    @endpoint
+    def sleep(self) -> None:
+        time.sleep(1e6)  # the line of all that wait
+
+    @endpoint
+    def wait_for(self, other: ActorMesh) -> str:
+        return text_of_timeout(other, "the line of all that wait")
+
+
+def text_of_timeout(mesh: ActorMesh, wanted: str) -> str:
+    """Return the text of a timeout of `Sleeper.sleep` that has the wanted text. A busy machine may answer too late."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            mesh.sleep.call().get(timeout=1.0)
+        except TimeoutError as error:
+            if wanted in str(error) or time.monotonic() > end:
+                return str(error)
+
+
+def places(*workers: str) -> None:
+    """A timeout has the lines of ranks on other hosts, in the controller and in an actor of another host."""
+    procs = attach_to_workers(workers).spawn_procs({"gpus": 1}, name="trainers")
+    last = {"hosts": len(workers) - 1}
+    sleepers = procs.spawn("sleeper", Sleeper)
+    text = text_of_timeout(sleepers.slice(**last), "the line of all that wait")
+    assert f"host {NAMES[len(workers)]}, pid " in text and "controller_programs.py:" in text, text
+    assert "in sleep (time.sleep(1e6)  # the line of all that wait), running sleep for " in text, text
+    asked = sleepers.slice(hosts=0).wait_for.call_one(sleepers.slice(**last)).get(2 * PATIENCE)
+    assert f"host {NAMES[len(workers)]}, pid " in asked and "in sleep (time.sleep(1e6)" in asked, asked
+    here = ma.this_host().spawn_procs(name="here").spawn("sleeper", Sleeper)
+    asked = sleepers.slice(hosts=0).wait_for.call_one(here).get(2 * PATIENCE)
+    assert "in sleep (time.sleep(1e6)" in asked, asked
+
+
 class Waiter(Actor):
     """Actor with an endpoint that never replies."""
 

@@ -38,6 +38,11 @@ def test_output_of_processes_is_shown_with_host_and_rank(anywhere: tuple[World, 
     assert "logged that" in run.err and "hosts 1 gpus 0" in run.err
 
 
+def test_timeout_has_the_lines_of_ranks_on_other_hosts(anywhere: tuple[World, list[str]]) -> None:
+    world, workers = anywhere
+    world.run("places", *workers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tls", ["0", "1"])
 def test_ipv6_with_tls_and_without(tls: str, world: World) -> None:

@@ -10,10 +10,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._core import env
+from monarch_backend._core.extension_points import extension
 from monarch_backend._core.limits import start_thread, within
 from monarch_backend._mesh.rank_text import ranks_in_words
 from monarch_backend._transport.tokens import host_of
@@ -27,6 +29,9 @@ log = logging.getLogger("monarch_backend")
 
 MAX_GATHER_S = 1.0
 """Seconds in which a text's facts must be found."""
+
+MAX_NOTICE_GATHER_S = 3.0
+"""The same for the line of a long wait, which delays nothing."""
 
 MAX_SHOWN = 4
 """Ranks whose place is shown; of the others, only the number."""
@@ -42,7 +47,7 @@ def noticed(runtime: Runtime, what: Any, runner: ActorRunner | None, waited: flo
 
     def notice() -> None:
         try:
-            text = "" if what.ready else describe(what, MAX_GATHER_S)
+            text = "" if what.ready else describe(what, MAX_NOTICE_GATHER_S)
         except Exception:  # no /proc, or no access to it
             log.debug("what a long wait waits for was not found", exc_info=True)
             return
@@ -97,7 +102,7 @@ def describe(what: Any, timeout: float) -> str:
     missing = list(what.missing()) if hasattr(what, "missing") else []
     if not missing:
         return ""
-    facts = _Facts(what, timeout)
+    facts = _Facts(what, missing[:MAX_SHOWN], timeout)
     total = len(getattr(what, "peers", (None,)))
     core = what.core
     if len(missing) == 1:
@@ -110,24 +115,51 @@ def describe(what: Any, timeout: float) -> str:
 
 
 class _Facts:
-    """What is found of the ranks of a call within ``timeout`` seconds."""
+    """What is found of some ranks of a call within ``timeout`` seconds. Other hosts are asked at the same time."""
 
-    def __init__(self, what: Any, timeout: float) -> None:
+    def __init__(self, what: Any, ranks: Sequence[tuple[int, Peer]], timeout: float) -> None:
         self._what, self._runtime = what, what.program
-        self._end = time.monotonic() + timeout
+        self._timeout, self._end = timeout, time.monotonic() + timeout
         self._recorded: dict[int, Any] = {}
+        self._elsewhere: dict[int, str] = {}  # texts of ranks on other hosts
         if timeout > 0.0:
             from monarch_backend._telemetry import whereabouts
 
-            self._recorded = whereabouts.processes()
+            if any(self._is_here(peer) for _, peer in ranks):
+                self._recorded = whereabouts.processes()
+            self._elsewhere = self._ask_hosts([each for each in ranks if not self._is_here(each[1])])
+
+    def _is_here(self, peer: Peer) -> bool:
+        return host_of(peer.token) == host_of(self._runtime.router.me.token)
+
+    def _call(self, rank: int) -> Any:
+        from monarch_backend._telemetry import whereabouts
+
+        return whereabouts.Call(self._what.core.name, rank, self._runtime.router.me.identity, self._what.ref)
+
+    def _ask_hosts(self, ranks: Sequence[tuple[int, Peer]]) -> dict[int, str]:
+        by_host: dict[str, list[tuple[int, Peer]]] = defaultdict(list)
+        for rank, peer in ranks:
+            by_host[host_of(peer.token)].append((rank, peer))
+        if not by_host:
+            return {}
+        calls = {host: [(peer.identity, self._call(rank)) for rank, peer in those] for host, those in by_host.items()}
+        answers = extension("places on other hosts")(self._runtime, calls, self._timeout)
+        silent = f"its host has not told within {self._timeout:g} s where it is"
+        return {
+            rank: text
+            for host, those in by_host.items()
+            for (rank, _), text in zip(those, answers.get(host) or [silent] * len(those), strict=True)
+        }
 
     def of_rank(self, rank: int, peer: Peer) -> str:
         """Return "(gpus 3, pid 123): it is at ..."."""
         extent, me = self._what.core.extent, self._runtime.router.me
         where = [ranks_in_words(extent, [rank])] if extent.labels else []
-        if host_of(peer.token) != host_of(me.token):
+        if not self._is_here(peer):
             where.append(f"host {self._runtime.hosts.name_of(peer.token)}")
-            return f"({', '.join([*where, *_pid(peer.pid)])})"
+            text = f"({', '.join([*where, *_pid(peer.pid)])})"
+            return f"{text}: {self._elsewhere[rank]}" if rank in self._elsewhere else text
         process = self._recorded.get(peer.identity)
         pid = self._runtime.pid if peer is me else peer.pid if process is None else process.pid
         text = f"({', '.join([*where, *_pid(pid)])})"
@@ -135,8 +167,7 @@ class _Facts:
             return f"{text}: its process has not started" if peer.expected and peer.link < 0 else text
         from monarch_backend._telemetry import whereabouts
 
-        call = whereabouts.Call(self._what.core.name, rank, me.identity, self._what.ref)
-        return f"{text}: {whereabouts.describe(process, call, max(0.05, self._end - time.monotonic()))}"
+        return f"{text}: {whereabouts.describe(process, self._call(rank), max(0.05, self._end - time.monotonic()))}"
 
 
 def _pid(pid: int) -> list[str]:
