@@ -467,6 +467,7 @@ def test_dropout_in_heads_of_parallel_layers_is_that_of_a_single_process(
 FOLLOWED: dict[str, Callable[[Any], Any]] = {
     "heads": lambda x: x.view(*x.shape[:-1], -1, 2).transpose(-3, -2),
     "heads, one dimension": lambda x: x.view(*x.shape[:-1], -1, 2).flatten(0, 1),
+    "one head of a rank, viewed as it is": lambda x: (heads := x.view(*x.shape[:-1], -1, 4)).view(heads.shape),
     "sizes as numbers": lambda x: x.view(x.shape[0], x.shape[1], x.shape[2] // 2, 2),
     "transposed": lambda x: x.transpose(0, -1).contiguous(),
     "features": lambda x: x.sum(1, keepdim=True) + x.softmax(1),
