@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from monarch_backend._core.addresses import is_loopback
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._hosts import agent, protocol
 from monarch_backend._hosts.connection_settings import given_secrets, parse_address, tls_for
 from monarch_backend._hosts.protocol import Ask, Unwelcome, Versions, Welcome
@@ -58,6 +59,7 @@ class Daemon:
         self._closing = False
         self._lock = threading.Lock()
         self._agents: dict[int, str] = {}  # tokens of agents, by the spawner's numbers
+        self._last_agent_end = time.monotonic()
         self._tcp = Tcp(
             os.urandom(16),
             secrets_by_name(*known),
@@ -76,6 +78,16 @@ class Daemon:
         self._spawner.start()
         self._tcp.start()
         return address
+
+    def end_without_controller(self, seconds: float) -> None:
+        """Send SIGTERM to this process when no controller has been attached for ``seconds``. Returns at once."""
+        with self._lock:
+            attached, left = bool(self._agents), self._last_agent_end + seconds - time.monotonic()
+        if attached or left > 0:
+            self._tcp.later(seconds if attached else left, lambda: self.end_without_controller(seconds))
+            return
+        log.warning("this host ends: no controller has been attached for %g s", seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
         self._closing = True
@@ -120,6 +132,7 @@ class Daemon:
         if isinstance(event, (Exited, SpawnFailed)):
             with self._lock:
                 token = self._agents.pop(event.id, "")
+                self._last_agent_end = time.monotonic()
             local_sockets.remove(agent.meeting_point(token))
             if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
                 log.warning("agent %s: %s", token[:HOST_ID_LENGTH], event)
@@ -152,19 +165,22 @@ def run_worker_loop_forever(
     secret: bytes | Sequence[bytes] | None = None,
     workers: Sequence[str] = (),
     on_ready: Any = None,
+    tether: float | None = None,
 ) -> None:
     """Make this machine a host for controllers, until SIGTERM or Ctrl-C. Then all processes on the host are killed.
 
     ``address`` is where to listen, as "tcp://0.0.0.0:26600"; port 0 stands for any free port. ``workers`` are addresses
     of hosts that controllers may reach through this one, with `attach`. ``on_ready(host, port)`` is called when the
-    host listens.
+    host listens. With ``tether`` the host also ends when no controller has been attached for that many seconds. A
+    controller that dies is then not attached any more.
 
     ``secret`` is that of the job, 32 bytes, or those of several jobs, which cannot access each other. The default is
     MONARCH_SECRET or the file MONARCH_SECRET_FILE, which has one secret in each line. Without these it is the user's
     own, on loopback only.
 
-    Raises ValueError for an invalid address, and OSError if it is not possible to listen on it. Raises PermissionError
-    for an address that other machines can reach without a secret of the job. Call it on the main thread.
+    Raises ValueError for an invalid address or ``tether``, and OSError if it is not possible to listen on it. Raises
+    PermissionError for an address that other machines can reach without a secret of the job. Call it on the main
+    thread.
 
     >>> import os, signal
     >>> from monarch_backend.hosts import run_worker_loop_forever
@@ -175,6 +191,7 @@ def run_worker_loop_forever(
     listens on 127.0.0.1
     """
     host, port = parse_address(address)
+    tether = check_timeout(tether, "tether", zero=False)
     if isinstance(workers, str):
         raise ValueError("workers is a list of addresses")
     for worker in workers:
@@ -192,6 +209,8 @@ def run_worker_loop_forever(
             where = daemon.start(host, port)
             if on_ready is not None:
                 on_ready(*where)
+            if tether is not None:
+                daemon.end_without_controller(tether)
             told_to_end()
         finally:
             daemon.close()

@@ -37,12 +37,14 @@ def run(
     detach: bool,
     log: str | None,
     workers: Sequence[str] = (),
+    tether: float | None = None,
 ) -> int:
     """Run a host until it has to end; with ``detach``, until it is independent. Return an exit code.
 
     ``secret_from_stdin``: the first line of standard input is the job's secret. ``exit_with_stdin``: end with standard
     input, unless there is a line "stay". ``detach``: continue in a new session, with the output in ``log``.
-    ``workers``: addresses of hosts that can be reached through this one. Raises OSError, ValueError.
+    ``workers``: addresses of hosts that can be reached through this one. ``tether``: end when no controller has been
+    attached for that many seconds. Raises OSError, ValueError.
     """
     if detach:
         where = log_file(log)
@@ -53,8 +55,8 @@ def run(
             return _see_it_off(child, done, where)
         os.close(done)
         os.setsid()
-        return _Host(tell, where).run(address, secret_from_stdin, exit_with_stdin, workers)
-    return _Host(None, None).run(address, secret_from_stdin, exit_with_stdin, workers)
+        return _Host(tell, where).run(address, secret_from_stdin, exit_with_stdin, workers, tether)
+    return _Host(None, None).run(address, secret_from_stdin, exit_with_stdin, workers, tether)
 
 
 class _Host:
@@ -64,7 +66,10 @@ class _Host:
         self._done, self._log = done, log
         self._in, self._out = os.dup(0), os.dup(1)
 
-    def run(self, address: str, secret_from_stdin: bool, exit_with_stdin: bool, workers: Sequence[str]) -> int:
+    def run(
+        self, address: str, secret_from_stdin: bool, exit_with_stdin: bool, workers: Sequence[str],
+        tether: float | None,
+    ) -> int:  # fmt: skip
         self._leave_streams()
         secret = None
         if secret_from_stdin:
@@ -83,7 +88,7 @@ class _Host:
                 self._stand_alone()
 
         try:
-            run_worker_loop_forever(address, secret=secret, workers=workers, on_ready=ready)
+            run_worker_loop_forever(address, secret=secret, workers=workers, on_ready=ready, tether=tether)
         except (OSError, ValueError) as error:
             where = f"can't listen on {address}: " if getattr(error, "errno", None) in _ADDRESS else ""
             print(f"monarch-backend up: {where}{error}", file=sys.stderr)

@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on in a session of its own once it listens; its address, pid and log are printed",
     )
+    parser.add_argument(
+        "--tether",
+        type=float,
+        metavar="SECONDS",
+        help="end when no controller has been attached for that long, so that a host does not outlive its program",
+    )
     parser.add_argument("--log", metavar="FILE", help="where a detached host writes to")
 
 
@@ -50,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             exit_with_stdin=args.exit_with_stdin,
             detach=args.detach,
             log=args.log,
+            tether=args.tether,
             workers=[word.strip() for word in args.workers.split(",") if word.strip()],
         )
     except (OSError, ValueError) as error:

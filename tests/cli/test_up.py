@@ -16,6 +16,7 @@ import pytest
 
 from monarch_backend._hosts import daemon
 from monarch_backend._hosts.process_identity import Identity
+from monarch_backend._processes.spawner import Exited
 from monarch_backend._transport.network.auth import new_secret
 from monarch_backend.cli import main
 from tests.support.ranks import run_ranks
@@ -90,3 +91,26 @@ def test_signal_before_the_wait_is_not_missed() -> None:
             told_to_end()
             thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_tethered_host_ends_after_its_last_controller() -> None:
+    def with_and_without_controller(_rank: int, _address: str) -> list[bool]:
+        ended = threading.Event()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(daemon.os, "kill", lambda *_: ended.set())
+            host = daemon.Daemon(new_secret())
+            host._tcp.start()
+            host._agents[1] = "0" * 32
+            host.end_without_controller(0.05)
+            result = [ended.wait(0.2)]
+            host._event(Exited(1, 0, 0))
+            result.append(ended.wait(10))
+            host._tcp.close()
+            return result
+
+    assert run_ranks(with_and_without_controller, 1, backend=None) == [[False, True]]
+
+
+def test_invalid_tether_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tether=0: give more than 0 seconds"):
+        daemon.run_worker_loop_forever(tether=0)
