@@ -12,7 +12,6 @@ import contextlib
 import hmac
 import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -21,6 +20,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from monarch_backend._core import env
+from monarch_backend._core.launcher_environment import NAMES, OF_A_RANK, complete
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts.attach import attach_to_workers
 from monarch_backend._hosts.connection_settings import given_secret
@@ -32,11 +32,6 @@ from monarch_backend._transport.network.auth import new_secret, parse_secret
 
 START_TIMEOUT_S = 120.0
 PREFIX = "monarch_backend/spmd/"
-
-_OF_A_RANK = re.compile(
-    r"MONARCH_SECRET(_FILE)?|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-)
-"""Variables that do not apply to processes of a host, because they are not ranks of the launcher."""
 
 
 class Ranks(NamedTuple):
@@ -50,12 +45,16 @@ class Ranks(NamedTuple):
 
     @classmethod
     def from_env(cls) -> Ranks:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if not os.environ.get(name)]
+        try:
+            complete(os.environ)
+        except ValueError as error:
+            raise JobError(str(error)) from None
+        missing = [name for name in NAMES if not os.environ.get(name)]
         if missing:
-            wanted = ", ".join(names)
+            wanted = ", ".join(NAMES)
             raise JobError(
-                f"{', '.join(missing)} not set: start the script by torchrun, or another launcher that sets {wanted}"
+                f"{', '.join(missing)} not set: start the script by torchrun, srun or mpirun, or another launcher that "
+                f"sets {wanted}"
             )
         try:
             numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
@@ -65,11 +64,12 @@ class Ranks(NamedTuple):
 
 
 def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_TIMEOUT_S) -> HostMesh:
-    """Return a HostMesh with a host for each node, in a script under torchrun. Rank 0 continues as the controller.
+    """Return a HostMesh with a host for each node, in a script under torchrun or srun. Rank 0 is the controller.
 
-    Every rank calls it. In ranks other than 0 it does not return: they wait for the end of rank 0. Then they exit with
-    status 0, or with 1 if rank 0 has died. The job's secret is MONARCH_SECRET's or MONARCH_SECRET_FILE's, or a new one.
-    A new one goes through the rendezvous, which must be as trusted as torchrun requires it to be.
+    Every rank calls it. Under torchrun, Slurm's srun and Open MPI's mpirun no variable has to be set. In ranks other
+    than 0 it does not return: they wait for the end of rank 0. Then they exit with status 0, or with 1 if rank 0 has
+    died. The job's secret is MONARCH_SECRET's or MONARCH_SECRET_FILE's, or a new one. A new one goes through the
+    rendezvous, which must be as trusted as torchrun requires it to be.
 
     Raises JobError if the launcher's variables are missing, if not all nodes have a host within ``timeout`` seconds, or
     after `SPMDJob.kill`. A script for ``torchrun --nnodes 2 --nproc-per-node 1 train.py`` begins with::
@@ -137,7 +137,7 @@ class _Rank:
         """Start a host on this node that ends with this rank, and return its address."""
         where = f"[{address}]" if ":" in address else address
         command = [sys.executable, "-m", "monarch_backend.cli", *ARGUMENTS, "--address", f"{where}:0"]
-        environment = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}
+        environment = {name: value for name, value in os.environ.items() if not OF_A_RANK.fullmatch(name)}
         self._host = Launch(f"the host of rank {self._ranks.rank}", command, secret, environment)
         return self._host.ready(self._until).address
 

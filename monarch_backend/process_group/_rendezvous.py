@@ -28,6 +28,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _get_use_libuv_from_query_dict, _torchelastic_use_agent_store
 
+from monarch_backend._core.launcher_environment import complete
 from monarch_backend._core.limits import within
 from monarch_backend.process_group import _handshake
 from monarch_backend.process_group._handshake import GRACE_S, Deadline
@@ -107,6 +108,8 @@ def forget_group_name() -> None:
 
 def rendezvous(original: Callable[..., Any], url: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     """Yield (store, rank, world size) for the default group of backend "monarch", as torch's ``rendezvous`` does."""
+    if isinstance(url, str) and url.startswith("env://") and rank == world_size == -1:
+        complete(os.environ)  # torch reads them there, too
     here = place(url, rank, world_size)
     if here is None:
         return original(url, rank, world_size, timeout=timeout)
