@@ -32,7 +32,7 @@ PORTABLE_TESTS_BESIDE ?= tests/core tests/mesh tests/processes tests/rdma tests/
 CLIENTS ?= accelerate transformers models ignite lightning torchmetrics deepspeed ray ray_job torchtitan
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup build-portable demo test test-fast test-portable test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch test-clients test-lowest test-tpu fuzz lint format docs bench wheels clean
+.PHONY: help setup build-portable demo test test-fast test-portable test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-slurm test-torch test-clients test-lowest test-tpu fuzz lint format docs bench wheels clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -56,20 +56,20 @@ demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
 	$(BIN)/torchrun --standalone --nproc-per-node=2 --log-dir=build/demo-logs examples/train_lm.py --parallel ddp --out build/demo
 
 test: $(STAMP) lint  ## lint, types and the ordinary tests
-	$(BIN)/python -m tests.halves -m "not slow and not gpu and not xla and not verbs" --durations=25
+	$(BIN)/python -m tests.halves -m "not slow and not gpu and not xla and not verbs and not slurm" --durations=25
 
 test-fast: $(STAMP) lint  ## lint, types and the short tests of every package: at most 5 minutes
-	$(BIN)/python -m tests.halves --fast -q -m "not slow and not gpu and not xla and not verbs"
+	$(BIN)/python -m tests.halves --fast -q -m "not slow and not gpu and not xla and not verbs and not slurm"
 
 test-slow: $(STAMP)  ## long variants: torch's own suite, four-rank training, compiled steps, lost hosts
-	$(BIN)/python -m tests.halves -m "slow and not nightly and not gpu and not xla and not verbs" --durations=25
+	$(BIN)/python -m tests.halves -m "slow and not nightly and not gpu and not xla and not verbs and not slurm" --durations=25
 
 test-nightly: $(STAMP) $(VENV)/.wheels  ## random programs, all of torch's operators, chaos, sanitizers, model checker: half an hour
-	$(BIN)/python -m tests.halves -m "nightly and not gpu and not xla and not verbs" --durations=25
+	$(BIN)/python -m tests.halves -m "nightly and not gpu and not xla and not verbs and not slurm" --durations=25
 
 # Without fork each process imports torch, so these take longer than with `make test`.
 test-portable: $(PORTABLE)/.installed  ## the code for macOS: the portable core, and no fork, /proc, memfd and so on
-	MONARCH_PORTABLE=1 $(PORTABLE)/bin/python -m tests.halves -m "not slow and not gpu and not xla and not verbs" --durations=10 -- $(PORTABLE_TESTS) -- $(PORTABLE_TESTS_BESIDE)
+	MONARCH_PORTABLE=1 $(PORTABLE)/bin/python -m tests.halves -m "not slow and not gpu and not xla and not verbs and not slurm" --durations=10 -- $(PORTABLE_TESTS) -- $(PORTABLE_TESTS_BESIDE)
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/worker/test_record_sanitizers.py
@@ -89,7 +89,7 @@ test-gpu: $(STAMP)  ## tests that need an NVIDIA or AMD GPU; they skip with the 
 test-xla: $(STAMP)  ## the XLA route and meshes of XLA devices, in an environment with torch_xla 2.9 that it builds once
 	$(BIN)/python tools/torch_env.py 2.9.0 --xla --run -- python -m pytest -m xla tests/xla
 	MONARCH_TEST_XLA_PER_TEST=$(PER_TEST) MONARCH_TEST_XLA_PYTHON=$(CURDIR)/.envs/torch-2.9.0-xla/bin/python \
-	    $(BIN)/python -m pytest -m "not slow and not gpu and not verbs" $(ON_XLA) --durations=10
+	    $(BIN)/python -m pytest -m "not slow and not gpu and not verbs and not slurm" $(ON_XLA) --durations=10
 
 # First prepare the guest. If the machine cannot run it, print a clear message and do not fail. The ibverbs wheel is not
 # installed into the virtual environment: only these tests need both verbs packages, and most users have neither.
@@ -100,6 +100,10 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 	test -d .envs/rdma/ibverbs || $(BIN)/pip install -q --no-deps --target .envs/rdma ibverbs; \
 	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=2000 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m "$(VERBS)" --durations=10 tests/rdma tests/process_group/test_rdma_p2p.py \
 	    tests/transport/test_rdma_between_processes.py tests/hosts/test_nic_transfers.py
+
+# The packages are slurmctld, slurmd, slurm-client and munge. Without them or without root all tests skip.
+test-slurm: $(STAMP)  ## jobs and srun on a real Slurm cluster of network namespaces (root, Slurm's packages)
+	$(BIN)/python -m pytest -m "slurm and not slow" --durations=10 tests/job
 
 # tools/torch_table.py defines the areas: process groups, commands, actors, hosts and registered memory, and from torch
 # 2.11 on the controller. Results are in docs/reference/torch-results, and their table in
@@ -113,7 +117,7 @@ test-clients: $(STAMP)  ## programs of frameworks such as Accelerate and Lightni
 	.envs/clients/bin/python -m pytest --durations=0 $(patsubst %,tests/clients/test_%.py,$(CLIENTS))
 
 test-lowest: $(STAMP)  ## tests of process groups and actors with the lowest version of every dependency, such as torch 2.9.0
-	$(BIN)/python tools/torch_env.py 2.9.0 --lowest --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" tests/process_group tests/cli tests/tpu tests/test_torch_patches.py tests/actor
+	$(BIN)/python tools/torch_env.py 2.9.0 --lowest --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs and not slurm" tests/process_group tests/cli tests/tpu tests/test_torch_patches.py tests/actor
 
 # torch-tpu warns at import, which our pytest settings would turn into an error. Only its import-time requirements are
 # installed.

@@ -14,6 +14,7 @@ from monarch_backend._job.errors import JobError
 from monarch_backend._job.local import LocalJob
 from monarch_backend._job.process import ProcessJob
 from monarch_backend._job.ray_cluster import RayJob
+from monarch_backend._job.slurm.job import SlurmJob
 from monarch_backend._job.spmd import SPMDJob, host_mesh_from_env
 from monarch_backend._job.ssh import SSHJob
 
@@ -27,5 +28,6 @@ __all__ = [
     "RayJob",
     "SPMDJob",
     "SSHJob",
+    "SlurmJob",
     "host_mesh_from_env",
 ]

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch_env import ROOT, BuildError, Environment, say
 from torch_table import AREAS, Area, outcomes, parts, summarize
 
-MARKS = "not slow and not gpu and not xla and not verbs"
+MARKS = "not slow and not gpu and not xla and not verbs and not slurm"
 MOST_AGAIN = 60
 """More failures than this have a common cause, and do not run once more. Tests that a run did not reach always do."""
 

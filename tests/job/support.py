@@ -33,6 +33,10 @@ class Where(Actor):
         return os.uname().nodename
 
     @endpoint
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @endpoint
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 

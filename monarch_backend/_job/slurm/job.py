@@ -1,0 +1,411 @@
+"""`SlurmJob`: hosts in an allocation of Slurm, which sbatch submits, or in the allocation that the program is in.
+
+Each node runs node.py. The job's folder, beside the job's file, is on a file system that all nodes have. The secret's
+file and the addresses of hosts go through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from monarch_backend._core.state import make_private
+from monarch_backend._core.timeouts import check_timeout
+from monarch_backend._job.base import Job, check_mesh_name
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.scheduled import POLL_INTERVAL_S, Replica, ScheduledJob
+from monarch_backend._job.slurm import commands
+from monarch_backend._job.slurm.node import Report, read_reports, report_path
+from monarch_backend._job.slurm.records import SlurmRecord
+from monarch_backend._job.state_file import JobFile
+
+QUERY_INTERVAL_S = 2.0
+"""Seconds between two questions to slurmctld while the job waits in the queue."""
+REMOVE_TIMEOUT_S = 120.0
+"""Seconds for a cancelled job to end on all nodes. Slurm kills its processes after KillWait, by default 30 s."""
+STEP_START_TIMEOUT_S = 30.0
+"""Seconds for a step to appear in the allocation of this program."""
+
+_RESOURCES = ("partition", "account", "qos", "time", "gpus_per_node", "cpus_per_node", "memory_per_node", "exclusive",
+              "constraint", "options")  # fmt: skip
+
+
+class SlurmJob(ScheduledJob):
+    """Hosts in an allocation of Slurm, one on each node. `apply` submits it with sbatch, and waits until it runs.
+
+    Options of sbatch: ``partition``, ``account``, ``qos``, ``constraint``; ``time`` is a timedelta, or a text as Slurm
+    takes it, "days-hours:minutes:seconds". ``gpus_per_node`` is a number or "TYPE:NUMBER", ``memory_per_node`` such as
+    "64G", ``exclusive`` keeps other jobs off the nodes, and ``options`` are further words such as
+    ``["--reservation=mine"]``. `add_mesh` can give a mesh others: such a job is a heterogeneous one. ``requeue``:
+    Slurm may start the job again after a failure of a node; without it the job ends then.
+
+    ``setup`` is shell code that runs on the first node before the hosts start, such as "module load cuda". ``env`` is
+    added to the environment. ``python`` runs on the nodes, by default the path of this one. ``listen`` is the address
+    for connections, with the node's name for "{node}": "{node}-ib:0" for names on another network.
+
+    ``in_allocation=True``: use the allocation of salloc or sbatch in which this program runs, and submit nothing.
+    ``tether``: the hosts end when no controller has been attached for that many seconds, for example because it has
+    died. Then the job ends, too. ``ending_notice``: seconds before the time limit in which hosts are "ending".
+
+    The folder of the job's file, ``path``, must be on a file system that all nodes have, such as the home directory.
+    Other users cannot read it.
+
+    Raises ValueError for invalid values.
+
+    >>> from monarch_backend.job import SlurmJob
+    >>> job = SlurmJob(partition="gpu", time="8:00:00", gpus_per_node=8).add_mesh("trainers", 2)
+    >>> [str(each) for each in job.status()]
+    ['trainers[0]: not started', 'trainers[1]: not started']
+    """
+
+    kind: ClassVar[str] = "slurm"
+
+    def __init__(
+        self, *, name: str = "job", path: str | os.PathLike[str] | None = None, partition: str | None = None,
+        account: str | None = None, qos: str | None = None, time: str | datetime.timedelta | None = None,
+        gpus_per_node: int | str | None = None, cpus_per_node: int | None = None, memory_per_node: str | None = None,
+        exclusive: bool = False, constraint: str | None = None, options: Sequence[str] = (), requeue: bool = False,
+        setup: str = "", env: Mapping[str, str] | None = None, python: str | None = None, listen: str = "{node}:0",
+        in_allocation: bool = False, tether: float | None = None, ending_notice: float = 300.0,
+        secret_file: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, path, secret_file)
+        self._resources = {
+            "partition": partition, "account": account, "qos": qos, "time": _time_text(time),
+            "gpus_per_node": gpus_per_node, "cpus_per_node": cpus_per_node, "memory_per_node": memory_per_node,
+            "exclusive": exclusive, "constraint": constraint, "options": _words(options),
+        }  # fmt: skip
+        self._requeue, self._setup, self._env, self._python = requeue, setup, dict(env or {}), python or sys.executable
+        for variable in self._env:
+            if not re.fullmatch(r"[A-Za-z_]\w*", variable):
+                raise ValueError(f"{variable!r} is not a name of an environment variable")
+        if not re.fullmatch(r"\S+:\d+", listen):
+            raise ValueError(f"listen={listen!r}: give HOST:PORT, such as '{{node}}:0'")
+        if in_allocation and any(self._resources.values()):
+            given = ", ".join(name for name, value in self._resources.items() if value)
+            raise ValueError(f"{given}: the allocation that the program is in has its resources already")
+        self._listen, self._in_allocation = listen, in_allocation
+        self._tether = check_timeout(tether, "tether", zero=False)
+        self._ending_notice = check_timeout(ending_notice, "ending_notice") or 0.0
+        self._meshes: dict[str, dict[str, Any]] = {}
+        self._steps: list[subprocess.Popen[bytes]] = []
+
+    def add_mesh(self, name: str, hosts: int, **resources: Any) -> Self:
+        """Add a mesh of ``hosts`` nodes, and return the job. ``resources`` replace those of the job for this mesh.
+
+        Raises ValueError for an invalid name, a mesh that exists, a number below 1, and an unknown resource.
+
+        >>> from monarch_backend.job import SlurmJob
+        >>> job = SlurmJob(time="1:00:00").add_mesh("trainers", 2, gpus_per_node=8).add_mesh("loaders", 1)
+        """
+        if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
+            raise ValueError(f"mesh {name!r}: {hosts!r} is not a number of hosts; give 1 or more")
+        if name in self._meshes:
+            raise ValueError(f"the job has a mesh {name!r} already")
+        if unknown := ", ".join(set(resources) - set(_RESOURCES)):
+            raise ValueError(f"mesh {name!r} cannot have {unknown}; it can have {', '.join(_RESOURCES)}")
+        if resources and self._in_allocation:
+            raise ValueError(f"mesh {name!r}: the allocation that the program is in has its resources already")
+        if "time" in resources:
+            resources["time"] = _time_text(resources["time"])
+        if "options" in resources:
+            resources["options"] = _words(resources["options"])
+        self._meshes[check_mesh_name(name)] = {"hosts": hosts, "resources": resources}
+        return self
+
+    # ---- description
+
+    def _sizes(self) -> Mapping[str, int]:
+        return {mesh: what["hosts"] for mesh, what in self._meshes.items()}
+
+    def _set_size(self, mesh: str, count: int) -> None:
+        if self.active:
+            raise JobError("a SlurmJob cannot be resized after it was submitted: kill it, and submit another one")
+        self._meshes[mesh]["hosts"] = count
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            **self._resources, "requeue": self._requeue, "setup": self._setup, "env": self._env,
+            "python": self._python, "listen": self._listen, "in_allocation": self._in_allocation,
+            "tether": self._tether, "ending_notice": self._ending_notice, "meshes": self._meshes,
+        }  # fmt: skip
+
+    @classmethod
+    def _from_description(cls, description: dict[str, Any]) -> Job:
+        rest = dict(description)
+        meshes = rest.pop("meshes")
+        job = cls(**rest)
+        for mesh, what in meshes.items():
+            job.add_mesh(mesh, what["hosts"], **what["resources"])
+        return job
+
+    def _groups(self) -> list[tuple[dict[str, Any], dict[str, int]]]:
+        """Return the components of the job: the resources of each, and its meshes with their numbers of hosts."""
+        groups: list[tuple[dict[str, Any], dict[str, int]]] = []
+        for mesh, what in self._meshes.items():
+            resources = {**self._resources, **what["resources"]}
+            for its_resources, meshes in groups:
+                if its_resources == resources:
+                    meshes[mesh] = what["hosts"]
+                    break
+            else:
+                groups.append((resources, {mesh: what["hosts"]}))
+        return groups
+
+    @property
+    def _folder(self) -> Path:
+        return self.path.with_name(f"{self.path.stem}.slurm")
+
+    # ---- submission
+
+    def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:  # noqa: ARG002
+        make_private(self._folder)
+        self._remove_reports()
+        name = _slurm_name(file)
+        if self._in_allocation:
+            return self._start_step(file, name)
+        number = commands.find_by_name(name)  # submitted by a program that died before it wrote the number
+        if number is None:
+            try:
+                number = self._sbatch(file, name)
+            except BaseException:  # Ctrl-C, too, after which it may have been submitted
+                with contextlib.suppress(JobError):
+                    commands.cancel(f"--name={name}")
+                raise
+        return {"job": number}
+
+    def _sbatch(self, file: JobFile, name: str) -> int:
+        words = ["sbatch", "--parsable"]
+        for offset, (resources, meshes) in enumerate(self._groups()):
+            words += [":"] if offset else []
+            words += [f"--job-name={name}", f"--comment=monarch_backend {file.id}"]
+            words += [f"--output={self._folder}/batch.log", "--open-mode=append"]
+            words += ["--requeue" if self._requeue else "--no-requeue"]
+            words += [f"--nodes={sum(meshes.values())}", "--ntasks-per-node=1", *_sbatch_words(resources)]
+        (self._folder / "batch.log").unlink(missing_ok=True)
+        said = commands.run(words, self._script(file))
+        if not (found := re.match(r"\s*(\d+)", said)):
+            raise JobError(f"sbatch has printed no number of a job: {said.strip()!r}")
+        return int(found[1])
+
+    def _script(self, file: JobFile) -> str:
+        """Return the script of the job. It contains no secret: sites store scripts, and administrators read them."""
+        groups = self._groups()
+        lines = ["#!/bin/bash", self._setup]
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in self._env.items()]
+        # Without these, a host gets the CPUs of one task instead of all CPUs of the job on its node.
+        lines += ["unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPU_BIND"]
+        for offset, (_, meshes) in enumerate(groups):
+            group = [f"--het-group={offset}"] if len(groups) > 1 else []
+            lines.append(f"{shlex.join(self._srun(file, meshes, group))} &")
+        return "\n".join([*lines, "wait", ""])
+
+    def _srun(self, file: JobFile, meshes: Mapping[str, int], options: Sequence[str]) -> list[str]:
+        nodes = sum(meshes.values())
+        words = ["srun", *options, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
+        # A host that ends must not end the others.
+        words += ["--kill-on-bad-exit=0", "--wait=0", "--input=none", "--label", self._python]
+        words += ["-m", "monarch_backend._job.slurm.node", "--folder", str(self._folder), "--listen", self._listen]
+        words += ["--secret-file", file.secret_file, "--meshes", ",".join(f"{m}={n}" for m, n in meshes.items())]
+        return words + ([] if self._tether is None else ["--tether", str(self._tether)])
+
+    def _start_step(self, file: JobFile, name: str) -> dict[str, Any]:
+        """Start the hosts as a step of the allocation that this program is in. The step outlives the program."""
+        number = os.environ.get("SLURM_JOB_ID")
+        if not number:
+            raise JobError(
+                "in_allocation: this program is in no allocation (SLURM_JOB_ID is not set); use salloc or sbatch"
+            )
+        if os.environ.get("SLURM_HET_SIZE"):
+            raise JobError("in_allocation: the allocation is a heterogeneous job, which is not supported")
+        meshes = self._sizes()
+        there, wanted = int(os.environ.get("SLURM_JOB_NUM_NODES", 0)), sum(meshes.values())
+        if wanted > there:
+            raise JobError(f"in_allocation: the job has {wanted} hosts, and the allocation {number} has {there} nodes")
+        words = self._srun(file, meshes, [f"--jobid={number}", f"--job-name={name}", "--overlap", "--mem=0"])
+        kept = {"SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CLUSTERS"}
+        environment = {k: v for k, v in os.environ.items() if k in kept or not re.match(r"SLURM_|PMI_|PMIX_", k)}
+        with open(self._folder / "batch.log", "wb") as log:
+            step = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**environment, **self._env},
+            )  # fmt: skip
+        self._steps.append(step)
+        until = time.monotonic() + STEP_START_TIMEOUT_S
+        while (found := commands.find_step(int(number), name)) is None:
+            if step.poll() is not None or time.monotonic() > until:
+                step.kill()
+                step.wait()
+                raise JobError(f"srun could not start the hosts: {self._batch_log() or 'it did not end in time'}")
+            time.sleep(0.1)
+        return {"job": int(number), "step": found}
+
+    def _batch_log(self) -> str:
+        with contextlib.suppress(OSError):
+            return (self._folder / "batch.log").read_text(errors="replace").strip()[-500:]
+        return ""
+
+    # ---- search
+
+    def _find(self, file: JobFile) -> Sequence[Replica]:
+        if not file.submitted:
+            return []
+        records = {each.offset: each for each in commands.show(file.submitted["job"])}
+        step = file.submitted.get("step")
+        step_runs = step is None or commands.find_step(file.submitted["job"], _slurm_name(file)) == step
+        running = ",".join(each.nodes for each in records.values() if each.state == "RUNNING")
+        drained = commands.drained_nodes(running) if running else {}
+        reports = read_reports(self._folder)
+        found = []
+        for offset, (_, meshes) in enumerate(self._groups()):
+            record = records.get(offset, SlurmRecord(file.submitted["job"], "UNKNOWN"))
+            start = f"{file.submitted['job']}.{record.restarts}"
+            for mesh, count in meshes.items():
+                for index in range(count):
+                    report = reports.get((mesh, index))
+                    if report is not None and report.start != start:
+                        report = None  # of the job before it was requeued
+                    state, reason = self._state_of(record, report, step_runs, drained)
+                    found.append(self._replica(mesh, index, start, state, reason, report))
+        return found
+
+    def _replica(self, mesh: str, index: int, start: str, state: str, reason: str, report: Report | None) -> Replica:
+        report = report or Report(start, "")
+        return Replica(
+            mesh, index, state, f"{start}.{mesh}.{index}", report.node, report.address,
+            report.log or str(self._folder / "batch.log"), reason, is_final=state == "gone",
+        )  # fmt: skip
+
+    def _state_of(
+        self, record: SlurmRecord, report: Report | None, step_runs: bool, drained: Mapping[str, str]
+    ) -> tuple[str, str]:
+        """Return state and reason of one host."""
+        if record.state == "UNKNOWN":
+            return "gone", f"Slurm does not know its job {record.number} any more"
+        if record.has_ended:
+            return "gone", f"{record}{f'; {report.ended}' if report and report.ended else self._last_words(report)}"
+        if record.state in ("COMPLETING", "SUSPENDED"):  # how a completing job has ended is known when it is complete
+            return f"unknown: it is {record.state.lower()}", str(record)
+        if record.state != "RUNNING":
+            again = f", requeued {record.restarts} times" if record.restarts else ""
+            return "pending", f"{record}{again}"
+        if report is not None and report.ended:
+            return "gone", f"{report.ended} on node {report.node}"
+        if not step_runs:
+            return "gone", f"its step in Slurm job {record.number} has ended"
+        if report is None or not report.address:
+            return "pending", f"{record} on {record.nodes}; its host does not listen yet"
+        return self._ending(record) or ("up", drained.get(report.node, ""))
+
+    def _last_words(self, report: Report | None) -> str:
+        """Return the last lines of the script's output where no host has reported."""
+        if report is not None:
+            return ""
+        return f"; {self._batch_log() or f'is {self._folder} on a file system that all nodes have?'}"
+
+    def _ending(self, record: SlurmRecord) -> tuple[str, str] | None:
+        for at, why in ((record.preempt_time, "it is preempted"), (record.end_time, "its time limit ends")):
+            if at and at - time.time() <= self._ending_notice:
+                return "ending", f"{why} at {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(at))}"
+        return None
+
+    def _wait_for_change(self, seconds: float) -> None:
+        """Wait for a report of a node, or for the time to ask slurmctld again."""
+        until = time.monotonic() + (QUERY_INTERVAL_S if seconds == POLL_INTERVAL_S else seconds)
+        before = _listing(self._folder)
+        while (left := until - time.monotonic()) > 0 and _listing(self._folder) == before:
+            time.sleep(min(0.1, left))
+
+    # ---- end
+
+    def _remove(self, file: JobFile) -> None:
+        number, step = file.submitted.get("job"), file.submitted.get("step")
+        if number is None:
+            number = commands.find_by_name(_slurm_name(file))
+        if number is None:
+            return
+        commands.cancel(str(step or number))
+        ended = functools.partial(self._has_ended, number, step and _slurm_name(file))
+        until = time.monotonic() + REMOVE_TIMEOUT_S
+        while why := ended():
+            if time.monotonic() > until:
+                raise JobError(f"not ended within {REMOVE_TIMEOUT_S:g} s: {why}")
+            time.sleep(0.2)
+        for each in self._steps:
+            each.wait()
+        self._steps.clear()
+
+    @staticmethod
+    def _has_ended(number: int, step_name: str | None) -> str:
+        """Return why a job or step has not ended, or ''."""
+        if step_name:
+            step = commands.find_step(number, step_name)
+            return f"step {step} runs" if step else ""
+        return "; ".join(
+            f"{each}{' is completing' if each.is_completing else ''}"
+            for each in commands.show(number)
+            if each.is_completing or not each.has_ended
+        )
+
+    def _forget(self, file: JobFile) -> None:
+        super()._forget(file)
+        self._remove_reports()
+
+    def _remove_reports(self) -> None:
+        """Remove the addresses of hosts. Their logs stay until the next submission under this name."""
+        for mesh, index in read_reports(self._folder):
+            report_path(self._folder, mesh, index).unlink(missing_ok=True)
+
+
+def _slurm_name(file: JobFile) -> str:
+    """Return the name of the job or step at Slurm. It has the job's id, so that it is found without its number."""
+    return f"monarch-{file.name}-{file.id}"
+
+
+def _sbatch_words(resources: Mapping[str, Any]) -> list[str]:
+    words = []
+    for option, value in (
+        ("partition", resources["partition"]), ("account", resources["account"]), ("qos", resources["qos"]),
+        ("time", resources["time"]), ("constraint", resources["constraint"]), ("mem", resources["memory_per_node"]),
+        ("cpus-per-task", resources["cpus_per_node"]),
+        ("gres", resources["gpus_per_node"] and f"gpu:{resources['gpus_per_node']}"),
+    ):  # fmt: skip
+        words += [] if value is None else [f"--{option}={value}"]
+    return [*words, *(["--exclusive"] if resources["exclusive"] else []), *resources["options"]]
+
+
+def _time_text(value: str | datetime.timedelta | None) -> str | None:
+    if isinstance(value, datetime.timedelta):
+        seconds = math.ceil(value.total_seconds())
+        if seconds <= 0:
+            raise ValueError(f"time={value!r}: give more than 0 seconds")
+        return f"{seconds // 86400}-{seconds // 3600 % 24:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    if value is not None and not (isinstance(value, str) and re.fullmatch(r"[\d:-]+|UNLIMITED", value)):
+        raise ValueError(f"time={value!r}: give a timedelta, or a text such as '1-12:00:00'")
+    return value
+
+
+def _words(options: Sequence[str]) -> list[str]:
+    if isinstance(options, str):
+        raise ValueError("options is a list of words, not one text")
+    return list(options)
+
+
+def _listing(folder: Path) -> list[tuple[str, float]]:
+    try:
+        return sorted((each.name, each.stat().st_mtime) for each in os.scandir(folder))
+    except OSError:
+        return []

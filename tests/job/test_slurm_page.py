@@ -1,0 +1,41 @@
+"""The programs and commands of docs/guides/slurm.md run on a real cluster."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.job.conftest import ROOT
+from tests.support.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.slurm
+
+PAGE = ROOT / "docs" / "guides" / "slurm.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_programs_and_commands_of_the_page_run(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each program is a block with its name. The first commands install the package, which is installed here."""
+    for text in blocks("py"):
+        match = re.match(r"# (\w+\.py)\n", text)
+        assert match
+        (tmp_path / match[1]).write_text(text)
+    monkeypatch.setitem(cluster.environment, "XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setitem(cluster.environment, "PATH", f"{Path(sys.executable).parent}:{cluster.environment['PATH']}")
+    _, *commands = blocks("sh")
+    said = [cluster.run("bash", "-ec", f"cd {tmp_path}; {command}") for command in commands]
+    [ranks] = blocks("text")
+    assert sorted(said[0].splitlines()) == ranks.splitlines()
+    assert re.findall(r"hosts (\d) gpus (\d) (\S+)", said[1]) == [
+        (host, gpu, "3.0") for host in "01" for gpu in "01"
+    ]  # fmt: skip
+    assert (tmp_path / "inside.log").read_text() == f"nodes: {' '.join(cluster.nodes[:2])}\n"
+    assert said[3] == "processes: 4\n"

@@ -1,0 +1,53 @@
+"""Programs that srun starts on a real cluster: process groups and hosts without torchrun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.slurm
+
+GROUP = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("monarch")
+total = torch.tensor([dist.get_rank()])
+dist.all_reduce(total)
+names = [None] * dist.get_world_size()
+dist.all_gather_object(names, f"{os.uname().nodename}/{os.environ['LOCAL_RANK']}/{os.environ['LOCAL_WORLD_SIZE']}")
+if dist.get_rank() == 0:
+    print(total.item(), *names, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+MESH = """
+from monarch_backend.job import host_mesh_from_env
+from tests.job.support import Where
+actors = host_mesh_from_env().spawn_procs({"gpus": 2}).spawn("where", Where)
+print(*actors.machine.call().get(60).values(), *set(actors.variable.call("SLURM_PROCID").get(60).values()))
+"""
+
+
+def test_process_group_under_srun(cluster: SlurmCluster) -> None:
+    said = cluster.run("srun", "-N2", "--ntasks-per-node=2", sys.executable, "-c", GROUP)
+    first, second = cluster.nodes[:2]
+    assert said.split() == ["6", f"{first}/0/2", f"{first}/1/2", f"{second}/0/2", f"{second}/1/2"]
+
+
+def test_hosts_under_srun(cluster: SlurmCluster) -> None:
+    said = cluster.run("srun", "-N2", sys.executable, "-c", MESH)
+    assert said.split() == [cluster.nodes[0]] * 2 + [cluster.nodes[1]] * 2 + ["None"]
+
+
+def test_group_in_the_script_of_a_job_is_refused(cluster: SlurmCluster, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    program = "import torch.distributed as dist; dist.init_process_group('monarch')"
+    cluster.run("sbatch", "--wait", "-N2", f"--output={output}", f'--wrap={sys.executable} -c "{program}"', check=False)
+    assert (
+        "this process runs in the script of a Slurm job, which is no rank: start the program by srun"
+        in output.read_text()
+    )

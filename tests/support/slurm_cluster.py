@@ -1,0 +1,202 @@
+"""A Slurm cluster on this machine: slurmctld, slurmd and munged of the system's packages, in network namespaces.
+
+Host 0 is the login node with slurmctld. Hosts 1 to n are the compute nodes. All have the same files, which stands for
+a shared file system. Needs Linux, root, and Debian's packages slurmctld, slurmd, slurm-client and munge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support import hosts as network
+from tests.support.ranks import KEPT_PIDS
+from tests.support.waiting import wait_until
+
+NODE_TIMEOUT_S = 5
+"""Seconds after which slurmctld declares a node down that does not answer."""
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
+
+_CONFIGURATION = """
+ClusterName=monarch
+SlurmctldHost={controller}({controller_address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=1,sched_min_interval=100000
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+SlurmdTimeout={node_timeout}
+SlurmctldTimeout=10
+KillWait=2
+MessageTimeout=5
+CompleteWait=0
+OverTimeLimit=0
+SlurmdParameters=config_overrides
+GresTypes=gpu
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1
+PartitionName=urgent Nodes=ALL Default=NO MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=9
+"""
+
+
+class SlurmCluster:
+    """A running cluster. ``SLURM_CONF`` names it to Slurm's commands. Use `slurm_cluster` to start one."""
+
+    def __init__(self, where: network.Hosts, folder: Path, nodes: int) -> None:
+        self.where, self.folder, self.nodes = where, folder, [where.name(index + 1) for index in range(nodes)]
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        (self.folder / "state").mkdir()
+        (self.folder / "munge.key").write_bytes(os.urandom(1024))
+        (self.folder / "munge.key").chmod(0o400)
+        self._configure()
+        at = [f"--{name}={self.folder}/munge.{name.split('-')[0]}" for name in ("key-file", "pid-file", "log-file")]
+        at += [f"--socket={self.folder}/munge.sock", f"--seed-file={self.folder}/munge.seed"]
+        self._start("munged", ["munged", "--force", "--foreground", *at])
+        wait_until(lambda: (self.folder / "munge.sock").exists(), 20)
+        self._start("slurmctld", self.where.command(0, "slurmctld", "-D", "-c"))
+        for index in range(len(self.nodes)):
+            self.start_node(index)
+        self.wait_until_idle()
+
+    def _configure(self) -> None:
+        lines = [
+            f"NodeName={name} NodeAddr={self.where.address(index + 1)} NodeHostname={name} CPUs=4 RealMemory=4000 "
+            f"Gres=gpu:4 Feature={'fast' if index == 0 else 'slow'}"
+            for index, name in enumerate(self.nodes)
+        ]
+        text = _CONFIGURATION.format(
+            controller=self.where.name(0), controller_address=self.where.address(0), folder=self.folder,
+            node_timeout=NODE_TIMEOUT_S, nodes="\n".join(lines),
+        )  # fmt: skip
+        (self.folder / "slurm.conf").write_text(text)
+        for number in range(4):
+            (self.folder / f"gpu{number}").touch()  # ordinary files stand for the devices
+        (self.folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={self.folder}/gpu[0-3]\n")
+        (self.folder / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainDevices=no\n"
+        )
+
+    def _start(self, name: str, command: list[str]) -> None:
+        with open(self.folder / f"{name}.out", "ab") as out:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        KEPT_PIDS.add(self._daemons[name].pid)  # a test may start it again
+
+    def start_node(self, index: int) -> None:
+        """Start the daemon of a compute node."""
+        name = self.nodes[index]
+        self._start(name, self.where.command(index + 1, "slurmd", "-D", "-N", name))
+
+    def crash_node(self, index: int) -> None:
+        """Cut a node off, and kill all of its processes, as a power failure does. A forked process can call it."""
+        self.where.cables.cut_off(index + 1)
+        for pid in self.where.processes(index + 1):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def repair_node(self, index: int) -> None:
+        """Start a crashed node again."""
+        self.where.cables.heal(index + 1)
+        crashed = self._daemons[self.nodes[index]]
+        crashed.wait()
+        KEPT_PIDS.discard(crashed.pid)
+        self.start_node(index)
+        self.wait_until_idle()
+
+    def run(self, *words: str, check: bool = True) -> str:
+        """Run a command on the login node, and return its output."""
+        done = subprocess.run(
+            self.where.command(0, *words), env=self.environment, capture_output=True, text=True, timeout=60
+        )
+        assert not check or done.returncode == 0, (words, done.returncode, done.stdout, done.stderr)
+        return done.stdout
+
+    def jobs(self) -> list[str]:
+        """Return number and state of the jobs that have not ended."""
+        states = "--states=PENDING,RUNNING,SUSPENDED"
+        return self.run("squeue", "--noheader", states, "--format=%i %T").splitlines()
+
+    def wait_until_idle(self) -> None:
+        """Wait until all nodes can take a job."""
+
+        def states() -> set[str]:
+            return set(self.run("sinfo", "-hNo", "%T", "-p", "main", check=False).split())
+
+        try:
+            wait_until(lambda: states() == {"idle"}, 40)
+        except AssertionError:
+            logs = "\n".join((self.folder / f"{name}.out").read_text()[-600:] for name in self._daemons)
+            raise AssertionError(f"not all nodes are idle: {self.run('sinfo', '-NR', check=False)}\n{logs}") from None
+
+    def processes(self) -> dict[int, str]:
+        """Return the processes on the compute nodes except those of Slurm, by pid."""
+        found: dict[int, str] = {}
+        for index in range(len(self.nodes)):
+            found |= self.where.processes(index + 1)
+        return {pid: words for pid, words in found.items() if words and "slurmd" not in words.split()[0]}
+
+    def stop(self) -> None:
+        """Kill everything: the state of the cluster is not used again."""
+        for index in range(len(self.nodes) + 1):
+            for pid in self.where.processes(index):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for process in self._daemons.values():
+            process.kill()
+            process.wait()
+            KEPT_PIDS.discard(process.pid)
+
+
+@functools.cache
+def refusal() -> str:
+    """Return the reason why no cluster can be started on this machine, or ''."""
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]:
+        return f"{', '.join(missing)} not found: as root, apt-get install slurmctld slurmd slurm-client munge"
+    return network.refusal()
+
+
+@contextlib.contextmanager
+def slurm_cluster(nodes: int) -> Iterator[SlurmCluster]:
+    """Start a cluster of ``nodes`` compute nodes, which ends with the block."""
+    folder = Path(tempfile.mkdtemp(prefix="monarch-slurm-"))  # short: a socket's path has at most 107 characters
+    folder.chmod(0o755)
+    try:
+        with network.hosts(nodes + 1) as where:
+            cluster = SlurmCluster(where, folder, nodes)
+            try:
+                cluster.start()
+                yield cluster
+            finally:
+                cluster.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
