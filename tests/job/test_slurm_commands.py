@@ -1,0 +1,137 @@
+"""Slurm's commands, replaced by scripts: other releases, outages of slurmctld, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend._job.slurm import commands
+from monarch_backend.job import Job, JobError, SlurmJob
+
+RUNNING = "JobId=7 JobName=x JobState=RUNNING Reason=None NodeList=n1 EndTime=1795962260 Restarts=0 ExitCode=0:0"
+AS_JSON = '{"jobs": [{"job_id": 7, "job_state": ["RUNNING"], "nodes": "n1"}]}'
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Return ``script(name, text)``, which makes a command. No other command is found. It logs its arguments."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path))
+    monkeypatch.setattr(commands.time, "sleep", lambda _: None)
+
+    def make(name: str, text: str) -> Path:
+        log = tmp_path / f"{name}.log"
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "$@" >> {log}\n{text}\n')
+        (tmp_path / name).chmod(0o755)
+        return log
+
+    return make
+
+
+def test_json_is_read_where_scontrol_prints_it(script: Callable[[str, str], Path]) -> None:
+    log = script("scontrol", f"echo '{AS_JSON}'")
+    assert [each.state for each in commands.show(7)] == ["RUNNING"]
+    assert log.read_text() == "--json show job 7\n"
+
+
+def test_text_is_read_from_then_on_where_scontrol_has_no_json(script: Callable[[str, str], Path]) -> None:
+    log = script("scontrol", f'[ "$1" = --json ] && {{ echo "unrecognized option" >&2; exit 1; }}; echo "{RUNNING}"')
+    assert commands.show(7) == commands.show(7)
+    assert log.read_text().splitlines() == ["--json show job 7", "--oneliner show job 7", "--oneliner show job 7"]
+
+
+def test_slurmctld_that_restarts_is_asked_again(script: Callable[[str, str], Path], tmp_path: Path) -> None:
+    said = "scontrol: error: slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    log = script(
+        "scontrol", f'[ -e {tmp_path}/up ] || {{ : > {tmp_path}/up; echo "{said}" >&2; exit 1; }}; echo "{RUNNING}"'
+    )
+    assert [each.nodes for each in commands.show(7)] == ["n1"]
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_job_that_slurm_has_forgotten_has_no_record(script: Callable[[str, str], Path]) -> None:
+    script("scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert commands.show(7) == []
+
+
+def test_errors_have_the_output_and_the_remedy(script: Callable[[str, str], Path]) -> None:
+    script("scontrol", 'echo "scontrol: error: Access denied" >&2; exit 3')
+    with pytest.raises(JobError, match=r"scontrol has failed \(3\): Access denied"):
+        commands.show(7)
+    script("scontrol", "echo JobId=7 nonsense")
+    with pytest.raises(JobError, match=r"the output of scontrol is not understood .*is SLURM_CONF right"):
+        commands.show(7)
+    with pytest.raises(JobError, match="not found: run this program where Slurm's commands are, or add them to PATH"):
+        commands.run(["no-such-command-of-slurm"])
+
+
+def test_job_that_was_submitted_by_a_killed_program_is_found_by_its_name(
+    script: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """The job's file is written before sbatch is called, and has no number yet."""
+    squeue = script("squeue", f"[ -e {tmp_path}/cancelled ] || echo 42")
+    script("scontrol", f'[ -e {tmp_path}/cancelled ] && echo "{RUNNING.replace("RUNNING", "CANCELLED")}"')
+    scancel = script("scancel", f": > {tmp_path}/cancelled")
+    sbatch = script("sbatch", "echo 43")
+    job = SlurmJob(name="killed", path=tmp_path / "job.json").add_mesh("trainers", 1)
+    job.dump(job.path)
+    job.apply(wait=False)
+    assert not sbatch.exists()
+    Job.load(job.path).kill()
+    assert scancel.read_text() == "42\n"
+    assert "--name=monarch-killed-" in squeue.read_text()
+
+
+def test_interrupted_submission_cancels_the_job(
+    script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script("squeue", "")
+    scancel = script("scancel", "")
+    job = SlurmJob(name="interrupted", path=tmp_path / "job.json").add_mesh("trainers", 1)
+
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "_sbatch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.apply()
+    assert scancel.read_text().startswith("--name=monarch-interrupted-")
+    assert not job.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"time": 5}, "time=5: give a timedelta"),
+        ({"options": "--exclusive"}, "options is a list of words"),
+        ({"env": {"a b": "c"}}, "'a b' is not a name of an environment variable"),
+        ({"listen": "{node}"}, "give HOST:PORT"),
+        ({"in_allocation": True, "partition": "gpu"}, "partition: the allocation that the program is in has"),
+        ({"tether": 0}, "tether=0: give more than 0 seconds"),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SlurmJob(**options)
+
+
+def test_invalid_meshes_are_refused_and_resize_too(script: Callable[[str, str], Path], tmp_path: Path) -> None:
+    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1, time="1:00")
+    for name, hosts, resources, words in (
+        ("trainers", 1, {}, "has a mesh 'trainers' already"),
+        ("others", 0, {}, "0 is not a number of hosts"),
+        ("others", 1, {"gpus": 2}, "cannot have gpus; it can have partition"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            job.add_mesh(name, hosts, **resources)  # type: ignore[arg-type]
+    job.resize("trainers", 2)
+    assert len(job.status()) == 2
+    script("squeue", "")
+    script("sbatch", "echo 43")
+    job.apply(wait=False)
+    with pytest.raises(JobError, match="cannot be resized after it was submitted"):
+        job.resize("trainers", 3)
+    assert Job.load(job.path).can_run(job)
