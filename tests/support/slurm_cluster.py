@@ -24,7 +24,7 @@ NODE_TIMEOUT_S = 5
 """Seconds after which slurmctld declares a node down that does not answer."""
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "setpriv")
 
 _CONFIGURATION = """
 ClusterName=monarch
@@ -108,7 +108,12 @@ class SlurmCluster:
     def _start(self, name: str, command: list[str]) -> None:
         with open(self.folder / f"{name}.out", "ab") as out:
             self._daemons[name] = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         KEPT_PIDS.add(self._daemons[name].pid)  # a test may start it again
 
