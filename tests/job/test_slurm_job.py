@@ -303,7 +303,8 @@ def test_allocation_of_the_program_is_used(cluster: SlurmCluster, tmp_path: Path
     script, output = tmp_path / "inside.py", tmp_path / "output"
     script.write_text(IN_ALLOCATION.format(path=str(tmp_path / "job.json")))
     wrapped = f"--wrap=PYTHONPATH={ROOT} {sys.executable} {script}"
-    cluster.run("sbatch", "--wait", "-N2", f"--output={output}", wrapped)
+    cluster.run("sbatch", "-N2", f"--output={output}", wrapped)
+    wait_until(lambda: not cluster.jobs(), 100)
     lines = output.read_text().splitlines()
     assert re.fullmatch(r"in_allocation: the job has 3 hosts, and the allocation \d+ has 2 nodes", lines[0]), lines
     assert lines[1:] == [
