@@ -20,7 +20,7 @@ from monarch_backend._job import state_file
 from monarch_backend._job.slurm import records
 from monarch_backend._job.state_file import JobFile
 from monarch_backend.errors import MonarchError
-from monarch_backend.job import Job, JobError, SlurmJob
+from monarch_backend.job import HostStatus, Job, JobError, SlurmJob
 from tests.job.support import Where, in_program, seen_by_ps
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.waiting import wait_until
@@ -94,6 +94,12 @@ def test_wait_in_the_queue_has_slurms_reason(cluster: SlurmCluster, tmp_path: Pa
     assert all("pending (Slurm job" in each for each in states)
     assert cluster.jobs() == [f"{number} RUNNING"]
     cluster.run("scancel", number)
+
+
+def ended(cluster: SlurmCluster, job: Job) -> list[HostStatus]:
+    """Return the states of the hosts, or [] until all are gone. Before, a job can be completing."""
+    states: list[HostStatus] = on_login_node(cluster, job.status)
+    return states if all(each.state == "gone" for each in states) else []
 
 
 def refused(job: SlurmJob) -> str:
@@ -226,7 +232,7 @@ def test_passed_time_limit_is_the_reason(cluster: SlurmCluster, tmp_path: Path) 
     job = SlurmJob(name="limit", path=tmp_path / "job.json", time="1", ending_notice=0).add_mesh("trainers", 1)
     on_login_node(cluster, apply, job)
     wait_until(lambda: not cluster.jobs(), 150)
-    [state] = on_login_node(cluster, job.status)
+    [state] = wait_until(lambda: ended(cluster, job), 30)
     assert "TIMEOUT, its time limit has passed" in state.reason
     on_login_node(cluster, job.kill)
 
@@ -255,7 +261,8 @@ def test_tethered_job_ends_after_a_killed_controller(
     wait_until(lambda: not cluster.jobs(), tether + 30)
     print(f"controller's end to the job's end: {time.monotonic() - began:.1f} s")
     job = Job.load(path)
-    assert all("COMPLETED, its processes have ended" in each.reason for each in on_login_node(cluster, job.status))
+    states = wait_until(lambda: ended(cluster, job), 30)
+    assert all("COMPLETED, its processes have ended" in each.reason for each in states)
     on_login_node(cluster, job.kill)
 
 
