@@ -32,7 +32,7 @@ PORTABLE_TESTS_BESIDE ?= tests/core tests/mesh tests/processes tests/rdma tests/
 CLIENTS ?= accelerate transformers models ignite lightning torchmetrics deepspeed ray ray_job torchtitan
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup build-portable demo test test-fast test-portable test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-slurm test-torch test-clients test-lowest test-tpu fuzz lint format docs bench wheels clean
+.PHONY: help setup build-portable demo test test-fast test-portable test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-slurm test-k8s test-torch test-clients test-lowest test-tpu fuzz lint format docs bench wheels clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -62,7 +62,7 @@ test-fast: $(STAMP) lint  ## lint, types and the short tests of every package: a
 	$(BIN)/python -m tests.halves --fast -q -m "not slow and not gpu and not xla and not verbs and not slurm"
 
 test-slow: $(STAMP)  ## long variants: torch's own suite, four-rank training, compiled steps, lost hosts
-	$(BIN)/python -m tests.halves -m "slow and not nightly and not gpu and not xla and not verbs and not slurm" --durations=25
+	$(BIN)/python -m tests.halves -m "slow and not nightly and not gpu and not xla and not verbs and not slurm and not k8s" --durations=25
 
 test-nightly: $(STAMP) $(VENV)/.wheels  ## random programs, all of torch's operators, chaos, sanitizers, model checker: half an hour
 	$(BIN)/python -m tests.halves -m "nightly and not gpu and not xla and not verbs and not slurm" --durations=25
@@ -104,6 +104,12 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 # The packages are slurmctld, slurmd, slurm-client and munge. Without them or without root all tests skip.
 test-slurm: $(STAMP)  ## jobs and srun on a real Slurm cluster of network namespaces (root, Slurm's packages)
 	$(BIN)/python -m pytest -m "slurm and not slow" --durations=10 tests/job
+
+test-k8s: $(STAMP)  ## KubernetesJob on a real control plane, which it builds once (minutes), with pods in namespaces (root, Debian)
+	@rc=0; tools/k8s_control_plane.sh --prepare || rc=$$?; \
+	if [ $$rc = 3 ]; then echo; echo "######## SKIPPED: make test-k8s. NOT ONE TEST ON KUBERNETES HAS RUN; the reason is above ########"; echo; exit 0; fi; \
+	[ $$rc = 0 ] || exit $$rc; \
+	$(BIN)/python -m pytest --color=no -m k8s --durations=10 tests/k8s
 
 # tools/torch_table.py defines the areas: process groups, commands, actors, hosts and registered memory, and from torch
 # 2.11 on the controller. Results are in docs/reference/torch-results, and their table in

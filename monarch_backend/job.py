@@ -11,6 +11,7 @@ The implementation is in _job/: the base class (base.py), the file of a job (sta
 from monarch_backend import _wiring as _wiring
 from monarch_backend._job.base import HostStatus, Job, JobState
 from monarch_backend._job.errors import JobError
+from monarch_backend._job.kubernetes.job import KubernetesJob
 from monarch_backend._job.local import LocalJob
 from monarch_backend._job.process import ProcessJob
 from monarch_backend._job.ray_cluster import RayJob
@@ -23,6 +24,7 @@ __all__ = [
     "Job",
     "JobError",
     "JobState",
+    "KubernetesJob",
     "LocalJob",
     "ProcessJob",
     "RayJob",

@@ -427,11 +427,22 @@ class Job:
                 raise JobError(f"job {self.name!r}{why}")
             try:
                 secret = read_secret(Path(file.secret_file))
-                mesh = attach_to_workers(addresses, name, secret=secret, timeout=timeout)
+                mesh = self._connect(file, name, hosts, secret, timeout)
             except OSError as error:  # a ConnectionError, or no file of the secret
                 raise JobError(f"mesh {name!r} of job {self.name!r}: {error}{self._who_is_gone(file)}") from error
             _attached[key] = mesh
             return mesh
+
+    def _connect(
+        self,
+        file: JobFile,  # noqa: ARG002
+        name: str,
+        hosts: Sequence[HostEntry],
+        secret: bytes,
+        timeout: float,
+    ) -> HostMesh:
+        """Attach hosts. Raises ConnectionError, with all reasons, if one is not reached within ``timeout`` seconds."""
+        return attach_to_workers([host.address for host in hosts], name, secret=secret, timeout=timeout)
 
     def _who_is_gone(self, file: JobFile) -> str:
         states = self._look(file.hosts)

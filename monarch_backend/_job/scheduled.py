@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._job import state_file
@@ -57,8 +57,11 @@ class Replica:
 class ScheduledJob(Job):
     """Job whose hosts a scheduler starts. `apply` submits it, and waits until all hosts listen.
 
-    A subclass submits, looks for and removes the whole job in four methods.
+    A subclass submits, looks for and removes the whole job in four methods. ``poll_interval_s``: seconds until the
+    scheduler is asked again, if it does not report a change.
     """
+
+    poll_interval_s: ClassVar[float] = POLL_INTERVAL_S
 
     # ---- of each kind
 
@@ -139,7 +142,7 @@ class ScheduledJob(Job):
             if reasons != logged:
                 logged = reasons
                 log.info("job %s waits: %s", self.name, "; ".join(reasons))
-            self._wait_for_change(min(POLL_INTERVAL_S, max(0.0, until - time.monotonic())))
+            self._wait_for_change(min(self.poll_interval_s, max(0.0, until - time.monotonic())))
         hosts = [each.entry for each in replicas]
         if hosts != file.hosts:
             with state_file.locked(self.path):

@@ -1,0 +1,230 @@
+"""Client of the Kubernetes API for one namespace: configuration, retries, and errors with reasons.
+
+It uses the package `kubernetes` (the extra of this name), which is imported at the first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._job.errors import JobError
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+
+Json = dict[str, Any]
+
+RETRY_S = 30.0
+"""Seconds in which a request is repeated while the API server does not answer."""
+REQUEST_TIMEOUT_S = 20.0
+_RETRY_INTERVAL_S = 0.5
+_BUSY = frozenset({429, 500, 502, 503, 504})
+
+
+class ApiRefusal(JobError):
+    """The API server has refused a request. ``status`` is HTTP's: 404 for an object that does not exist."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Api:
+    """The API of a cluster, for the objects of one namespace.
+
+    ``kubeconfig`` and ``context`` are as for kubectl, with its defaults. With ``in_cluster`` the service account of
+    this pod is used. Raises JobError, with the reason, if there is no usable configuration.
+    """
+
+    def __init__(
+        self, namespace: str | None, kubeconfig: str | None, context: str | None, in_cluster: bool,
+        retry: float = RETRY_S,
+    ) -> None:  # fmt: skip
+        self._given = (kubeconfig, context, in_cluster)
+        self._retry = retry
+        self.client, found = self._load()
+        self.namespace = namespace or found or "default"
+
+    def _load(self) -> tuple[ApiClient, str | None]:
+        try:
+            from kubernetes import client, config
+        except ImportError as error:
+            raise JobError(f"{error}: install the extra, pip install 'monarch_backend[kubernetes]'") from None
+        kubeconfig, context, in_cluster = self._given
+        configuration, namespace = client.Configuration(), None
+        try:
+            if in_cluster:
+                config.load_incluster_config(client_configuration=configuration)
+                with contextlib.suppress(OSError), open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as f:
+                    namespace = f.read().strip()
+            else:
+                config.load_kube_config(kubeconfig, context, client_configuration=configuration, persist_config=False)
+                contexts, current = config.list_kube_config_contexts(kubeconfig)
+                chosen = current if context is None else next(each for each in contexts if each["name"] == context)
+                namespace = chosen["context"].get("namespace")
+        except (config.ConfigException, OSError, StopIteration) as error:
+            raise JobError(f"no configuration for Kubernetes: {error}") from None
+        configuration.retries = False  # the retries are here
+        return client.ApiClient(configuration), namespace
+
+    def request(self, method: str, path: str, body: Any = None, *, query: Json | None = None, kind: str = "") -> Json:
+        """Return the answer to a request, as JSON. Repeat it for some seconds while the server does not answer.
+
+        Raises ApiRefusal with the server's message if it refuses, and JobError if it cannot be reached.
+        """
+        from urllib3.exceptions import HTTPError
+
+        until, renewed = time.monotonic() + self._retry, False
+        while True:
+            try:
+                with self._open(method, path, body, query, kind) as answer:
+                    data = answer.data
+                    status = answer.status
+            except (HTTPError, OSError) as error:
+                status, data = 0, f"the API server can't be reached: {error}".encode()
+            if 200 <= status < 300:
+                return dict(json.loads(data or b"{}"))
+            if status == 401 and not renewed:  # the token may have been replaced in its file
+                renewed = True
+                self.client, _ = self._load()
+                continue
+            if (status == 0 or status in _BUSY) and time.monotonic() < until:
+                time.sleep(_RETRY_INTERVAL_S)
+                continue
+            raise self._error(status, data, f"{method} {path}")
+
+    @staticmethod
+    def _error(status: int, data: bytes, what: str) -> JobError:
+        text = data.decode(errors="replace")
+        if status == 0:
+            return JobError(text)
+        with contextlib.suppress(ValueError, AttributeError):
+            text = json.loads(text).get("message", text)
+        if status == 401:
+            text = f"the API server does not accept the credentials, or they have expired ({text})"
+        return ApiRefusal(status, f"{text.strip()} ({what})" if status in (401, 403) else text.strip())
+
+    @contextlib.contextmanager
+    def _open(self, method: str, path: str, body: Any, query: Json | None, kind: str, read: float = 0) -> Iterator[Any]:
+        """Yield the response of urllib3. It is read only on demand."""
+        import urllib3
+
+        configuration = self.client.configuration
+        headers = {"Accept": "application/json"}
+        if token := configuration.auth_settings().get("BearerToken", {}).get("value"):
+            headers["Authorization"] = token
+        elif configuration.username:
+            headers["Authorization"] = configuration.get_basic_auth_token()
+        if body is not None:
+            headers["Content-Type"] = kind or "application/json"
+        timeout = urllib3.Timeout(connect=REQUEST_TIMEOUT_S, read=read or REQUEST_TIMEOUT_S)
+        url = f"{configuration.host}{path}"
+        if query:
+            from urllib.parse import urlencode
+
+            url = f"{url}?{urlencode(query)}"
+        answer = self.client.rest_client.pool_manager.request(
+            method, url, body=None if body is None else json.dumps(body), headers=headers, timeout=timeout,
+            preload_content=not read, retries=False, redirect=False,
+        )  # fmt: skip
+        try:
+            yield answer
+        finally:
+            if read:
+                answer.close()
+            answer.release_conn()
+
+    # ---- objects of the namespace
+
+    def path(self, resource: str, name: str = "") -> str:
+        """Return the path of objects, such as "pods", or of one of them."""
+        group = "apis/apps/v1" if resource.startswith("statefulsets") else "api/v1"
+        return f"/{group}/namespaces/{self.namespace}/{resource}{f'/{name}' if name else ''}"
+
+    def list(self, resource: str, selector: str = "", fields: str = "") -> tuple[list[Json], str]:
+        """Return the objects with these labels and fields, and the version of the list for `wait`."""
+        query = {name: value for name, value in (("labelSelector", selector), ("fieldSelector", fields)) if value}
+        answer = self.request("GET", self.path(resource), query=query)
+        return list(answer.get("items") or ()), str(answer.get("metadata", {}).get("resourceVersion", ""))
+
+    def create(self, manifest: Json) -> None:
+        """Create an object, unless there is one of its name."""
+        resource = {"StatefulSet": "statefulsets", "Service": "services", "Secret": "secrets"}[manifest["kind"]]
+        try:
+            self.request("POST", self.path(resource), manifest)
+        except ApiRefusal as refusal:
+            if refusal.status != 409:
+                raise
+
+    def delete(self, resource: str, name: str, options: Json | None = None) -> None:
+        """Delete an object, if it exists."""
+        try:
+            self.request("DELETE", self.path(resource, name), options or {"propagationPolicy": "Background"})
+        except ApiRefusal as refusal:
+            if refusal.status != 404:
+                raise
+
+    def wait(self, resource: str, selector: str, version: str, seconds: float) -> None:
+        """Return at the first change of these objects after ``version``, or after ``seconds``.
+
+        The time is over earlier if the server ends the watch.
+        """
+        from urllib3.exceptions import HTTPError
+
+        until = time.monotonic() + seconds
+        query = {"watch": "true", "labelSelector": selector, "resourceVersion": version}
+        query["timeoutSeconds"] = str(max(1, round(seconds)))
+        try:
+            with self._open("GET", self.path(resource), None, query, "", read=max(0.1, seconds)) as answer:
+                if answer.status == 200:
+                    next(answer.stream(1, decode_content=True), b"")
+                    return
+        except (HTTPError, OSError):
+            pass
+        time.sleep(max(0.0, min(_RETRY_INTERVAL_S, until - time.monotonic())))
+
+    def log(self, pod: str, lines: int, *, previous: bool = False) -> str:
+        """Return the last lines of a pod's log. Raises JobError if it cannot be read."""
+        query = {"tailLines": str(lines), **({"previous": "true"} if previous else {})}
+        with self._open("GET", f"{self.path('pods', pod)}/log", None, query, "") as answer:
+            if answer.status != 200:
+                raise self._error(answer.status, answer.data, f"log of {pod}")
+            return str(answer.data.decode(errors="replace"))
+
+    def port_forward(self, pod: str, port: int) -> Any:
+        """Return a new connection to a port of a pod, kubernetes's PortForward."""
+        from kubernetes import client, stream
+
+        core = client.CoreV1Api(client.ApiClient(self.client.configuration))  # of its own: `stream` changes it
+        return stream.portforward(core.connect_get_namespaced_pod_portforward, pod, self.namespace, ports=str(port))
+
+    @property
+    def server(self) -> str:
+        """The URL of the API server."""
+        return str(self.client.configuration.host)
+
+    def may(self, verb: str, resource: str) -> bool:
+        """Return whether the user may do this in the namespace. ``resource``: such as "pods" or "apps/statefulsets"."""
+        group, _, rest = resource.rpartition(":")
+        name, _, sub = rest.partition("/")
+        attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name, "subresource": sub}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+        answer = self.request(
+            "POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+            {**review, "spec": {"resourceAttributes": attributes}},
+        )  # fmt: skip
+        return bool(answer["status"]["allowed"])
+
+
+def until_true(holds: Callable[[], bool], seconds: float, interval: float = 0.2) -> bool:
+    """Wait until ``holds()`` is true. Return whether this happened in time."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(interval)
+    return True

@@ -1,0 +1,363 @@
+"""`KubernetesJob`: meshes of pods, which a StatefulSet starts and replaces, or which others have started."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from monarch_backend._hosts.attach import attach
+from monarch_backend._hosts.connection_settings import parse_address
+from monarch_backend._job.base import check_mesh_name
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.kubernetes import manifests, pods
+from monarch_backend._job.kubernetes.api import Api, ApiRefusal, until_true
+from monarch_backend._job.kubernetes.manifests import JOB_LABEL, MESH_LABEL, PORT, Manifest
+from monarch_backend._job.kubernetes.port_forward import PortForward
+from monarch_backend._job.scheduled import Replica, ScheduledJob
+from monarch_backend._job.state_file import HostEntry, JobFile
+from monarch_backend._mesh.host_mesh import HostMesh
+
+REMOVE_TIMEOUT_S = 60.0
+"""Seconds in which removed pods have to end, in addition to their grace period."""
+WATCH_S = 5.0
+"""Seconds until pods are listed again, if the API server reports no change. Quotas change without one."""
+CONNECT_TIMEOUT_S = 2.0
+LOG_LINES = 3
+"""Lines of a container's log in the reason of its crash."""
+
+_Json = dict[str, Any]
+
+
+class KubernetesJob(ScheduledJob):
+    """Hosts that are pods of a Kubernetes cluster.
+
+    ``namespace`` has all objects of the job; by default it is that of the kubeconfig's context. ``kubeconfig`` and
+    ``context`` are as for kubectl, with its defaults. With ``in_cluster=True`` the program is itself in a pod, and uses
+    its service account. deploy/k8s/role.yaml has the permissions that it needs.
+
+    Pods listen on ``port``. A program outside the cluster reaches them through the API server. ``forward`` is whether
+    it does. By default it does if it cannot connect to a pod directly.
+
+    Kubernetes replaces a pod on a lost node only after the pod is deleted there. With ``force_delete=True`` this
+    program deletes such pods after their grace period when it looks for hosts. The lost node must not run them still.
+
+    Needs the extra ``kubernetes``. Raises ValueError for an invalid port or namespace.
+
+    >>> from monarch_backend.job import KubernetesJob
+    >>> job = KubernetesJob("team", name="train")
+    >>> job.add_mesh("trainers", 2, image="registry.example/train:1", resources={"nvidia.com/gpu": 8}).name
+    'train'
+    """
+
+    kind: ClassVar[str] = "kubernetes"
+    poll_interval_s: ClassVar[float] = WATCH_S
+
+    def __init__(
+        self, namespace: str | None = None, *, name: str = "job", path: str | os.PathLike[str] | None = None,
+        kubeconfig: str | os.PathLike[str] | None = None, context: str | None = None, in_cluster: bool = False,
+        port: int = PORT, forward: bool | None = None, force_delete: bool = False,
+        secret_file: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, path, secret_file)
+        if not 0 < port < 65536:
+            raise ValueError(f"{port} is not a port")
+        if namespace is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace):
+            raise ValueError(f"{namespace!r} is not the name of a namespace")
+        self._settings: _Json = {
+            "namespace": namespace,
+            "kubeconfig": None if kubeconfig is None else os.path.abspath(os.path.expanduser(kubeconfig)),
+            "context": context,
+            "in_cluster": in_cluster,
+            "port": port,
+            "forward": forward,
+            "force_delete": force_delete,
+        }
+        self._meshes: dict[str, _Json] = {}
+        self._client: Api | None = None
+        self._version = ""  # of the last list of pods
+
+    # ---- description
+
+    def add_mesh(
+        self, name: str, replicas: int, *, image: str | None = None, pod_template: Mapping[str, Any] | None = None,
+        resources: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None, annotations: Mapping[str, str] | None = None,
+        node_selector: Mapping[str, str] | None = None, tolerations: Sequence[Mapping[str, Any]] = (),
+        priority_class: str | None = None, service_account: str | None = None, scheduler: str | None = None,
+        image_pull_policy: str | None = None, image_pull_secrets: Sequence[str] = (),
+        grace_period: int = manifests.GRACE_PERIOD_S,
+    ) -> Self:  # fmt: skip
+        """Add a mesh of ``replicas`` pods, all made from ``image``. Return the job.
+
+        The image has this package, of the same version as this program, and a shell. ``resources`` of a pod, such as
+        ``{"cpu": 8, "memory": "64Gi", "nvidia.com/gpu": 8}``, are its requests and limits; with the keys "requests" and
+        "limits" they differ. ``env`` is added to the pod's environment: do not put secrets into it. ``grace_period``:
+        seconds between SIGTERM and SIGKILL when a pod is deleted. The other arguments are fields of the pod, as
+        Kubernetes describes them.
+
+        ``pod_template`` replaces all of these: it is a PodTemplateSpec as a dictionary. Its container named "monarch",
+        or its only one, runs the host. The command, the secret, a port and a readiness probe are added to it, unless it
+        has its own.
+
+        Raises ValueError for an invalid name, fewer than one pod, a mesh that exists, and if not exactly one of
+        ``image`` and ``pod_template`` is given.
+        """
+        if (image is None) == (pod_template is None):
+            raise ValueError(f"mesh {name!r}: give either an image or a pod_template")
+        if pod_template is not None:
+            template = dict(pod_template)
+        else:
+            template = manifests.pod_template(
+                image or "", resources or {}, env or {}, labels or {}, annotations or {},
+                nodeSelector=dict(node_selector or {}), tolerations=[dict(each) for each in tolerations],
+                priorityClassName=priority_class, serviceAccountName=service_account, schedulerName=scheduler,
+                imagePullPolicy=image_pull_policy, imagePullSecrets=[{"name": each} for each in image_pull_secrets],
+                terminationGracePeriodSeconds=grace_period,
+            )  # fmt: skip
+        manifests.host_container(template.get("spec", {}))
+        return self._add(name, {"replicas": _count(name, replicas), "template": template})
+
+    def attach_mesh(self, name: str, replicas: int, selector: str, *, rank_label: str | None = None) -> Self:
+        """Add a mesh of pods that others start, such as Kubeflow Trainer, JobSet, Kueue or Volcano. Return the job.
+
+        ``selector`` is their label selector, as "trainer.kubeflow.org/job=x,role=worker". Their indices come from the
+        label or annotation ``rank_label``. By default they come from the labels of StatefulSets, indexed Jobs, Kubeflow
+        and Volcano, or from the number at the end of the pod's name.
+
+        The pods run ``monarch-backend up --address 0.0.0.0:PORT`` with the secret of the job's ``secret_file``. Ending
+        the job does not end them.
+
+        Raises ValueError as `add_mesh`, and for a job without a ``secret_file``.
+        """
+        if not selector or any(character in selector for character in "\r\n"):
+            raise ValueError(f"mesh {name!r}: {selector!r} is not a label selector")
+        if self._secret_file is None:
+            raise ValueError(f"mesh {name!r}: pods of others have a secret already: give its file as secret_file=")
+        return self._add(name, {"replicas": _count(name, replicas), "selector": selector, "rank_label": rank_label})
+
+    def _add(self, name: str, mesh: _Json) -> Self:
+        manifests.check_mesh(check_mesh_name(name))
+        if manifests.as_name(name) in map(manifests.as_name, self._meshes):
+            raise ValueError(f"the job has a mesh {name!r} already, or one whose name differs in letters' case only")
+        self._meshes[name] = mesh
+        return self
+
+    def _sizes(self) -> Mapping[str, int]:
+        return {name: int(mesh["replicas"]) for name, mesh in self._meshes.items()}
+
+    def _set_size(self, mesh: str, count: int) -> None:
+        if "selector" in self._meshes[mesh]:
+            raise JobError(f"the pods of mesh {mesh!r} are started by others, which must resize it")
+        self._meshes[mesh]["replicas"] = count
+
+    def _description(self) -> _Json:
+        return {**self._settings, "meshes": self._meshes}
+
+    @classmethod
+    def _from_description(cls, description: _Json) -> KubernetesJob:
+        made = cls(**{name: value for name, value in description.items() if name != "meshes"})
+        made._meshes = dict(description["meshes"])
+        return made
+
+    def manifests(self, job_id: str, secret: bytes) -> list[Manifest]:
+        """Return the objects of the job as dictionaries, without asking a cluster.
+
+        ``job_id`` distinguishes jobs, and ``secret`` has 32 bytes. ``monarch-backend k8s manifest`` prints them.
+
+        >>> from monarch_backend.job import KubernetesJob
+        >>> job = KubernetesJob(name="train").add_mesh("trainers", 2, image="registry.example/train:1")
+        >>> for each in job.manifests("0123456789abcdef", bytes(32)):
+        ...     print(each["kind"], each["metadata"]["name"])
+        Secret train-01234567
+        Service train-01234567-trainers
+        StatefulSet train-01234567-trainers
+        """
+        port, own = self._settings["port"], {n: m for n, m in self._meshes.items() if "template" in m}
+        secret_name = manifests.object_name(self.name, job_id)
+        made = [manifests.secret(secret_name, job_id, secret)] if own else []
+        for name, mesh in own.items():
+            called = manifests.object_name(self.name, job_id, name)
+            made.append(manifests.service(called, job_id, name, port))
+            made.append(
+                manifests.stateful_set(called, job_id, name, mesh["replicas"], mesh["template"], secret_name, port)
+            )
+        return made
+
+    # ---- the cluster
+
+    def _api(self, file: JobFile | None = None) -> Api:
+        """Return the client. Raises JobError if the job was submitted to another cluster."""
+        if self._client is None:
+            given = self._settings
+            self._client = Api(given["namespace"], given["kubeconfig"], given["context"], given["in_cluster"])
+        server, namespace = self._client.server, self._client.namespace
+        if file is not None and file.submitted:
+            there = (file.submitted["server"], file.submitted["namespace"])
+            if there != (server, namespace):
+                raise JobError(
+                    f"job {self.name!r} runs in namespace {there[1]} of {there[0]}, and the kubeconfig now leads to "
+                    f"namespace {namespace} of {server}: give the job's own context"
+                )
+        return self._client
+
+    def _submit(self, file: JobFile, secret: bytes) -> _Json:
+        api = self._api()
+        try:
+            for manifest in self.manifests(file.id, secret):
+                api.create(manifest)
+        except BaseException as error:
+            with contextlib.suppress(JobError):
+                self._remove(file)
+            if isinstance(error, JobError):
+                raise JobError(f"job {self.name!r} was not accepted in namespace {api.namespace}: {error}") from None
+            raise
+        return {"server": api.server, "namespace": api.namespace}
+
+    def _find(self, file: JobFile) -> Sequence[Replica]:
+        api, found = self._api(file), []
+        listed, self._version = api.list("pods", f"{JOB_LABEL}={file.id}")
+        for name, mesh in self._meshes.items():
+            if "selector" in mesh:
+                others, _ = api.list("pods", mesh["selector"])
+                by_index = _by_index(others, mesh["rank_label"])
+            else:
+                own = [pod for pod in listed if pod["metadata"]["labels"].get(MESH_LABEL) == name]
+                by_index = _by_index(own, None)
+            for index in range(mesh["replicas"]):
+                if (pod := by_index.get(index)) is not None:
+                    found.append(self._replica(api, pod, name, index, is_replaced="template" in mesh))
+            missing = [index for index in range(mesh["replicas"]) if index not in by_index]
+            if missing:
+                why, is_final = self._why_missing(api, file, name)
+                found += [Replica(name, index, "pending", reason=why, is_final=is_final) for index in missing]
+        return found
+
+    def _replica(self, api: Api, pod: _Json, mesh: str, index: int, *, is_replaced: bool) -> Replica:
+        found = pods.replica_of(pod, mesh, index, self._settings["port"], is_replaced=is_replaced)
+        if found.is_final and "CrashLoopBackOff" in found.reason:
+            with contextlib.suppress(JobError):
+                tail = api.log(found.where, LOG_LINES, previous=True).strip()
+                return replace(found, reason=f"{found.reason}; its log ends: {' | '.join(tail.splitlines())}")
+        if self._settings["force_delete"] and pods.is_stuck(pod, datetime.datetime.now(datetime.timezone.utc)):
+            api.delete("pods", found.where, {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}})
+        return found
+
+    def _why_missing(self, api: Api, file: JobFile, mesh: str) -> tuple[str, bool]:
+        """Return the reason why a mesh has too few pods, and whether that is final."""
+        if "selector" in self._meshes[mesh]:
+            return f"no pod with labels {self._meshes[mesh]['selector']} and this index", False
+        name = manifests.object_name(self.name, file.id, mesh)
+        try:
+            api.request("GET", api.path("statefulsets", name))
+        except ApiRefusal as refusal:
+            if refusal.status == 404:
+                return f"StatefulSet {name} was deleted", True
+            raise
+        events, _ = api.list("events", fields=f"involvedObject.kind=StatefulSet,involvedObject.name={name}")
+        failed = [each for each in events if each.get("reason") == "FailedCreate"]
+        if not failed:
+            return "not created yet", False
+        last = max(failed, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
+        return f"FailedCreate: {last.get('message', '')}", False
+
+    def _remove(self, file: JobFile) -> None:
+        api = self._api(file)
+        PortForward.close_all(file.id)
+        for name, mesh in self._meshes.items():
+            if "template" in mesh:
+                called = manifests.object_name(self.name, file.id, name)
+                api.delete("statefulsets", called)
+                api.delete("services", called)
+        api.delete("secrets", manifests.object_name(self.name, file.id))
+        self._until_gone(api, lambda _: True, file)
+
+    def _until_gone(self, api: Api, is_meant: Any, file: JobFile) -> None:
+        """Wait until pods have ended. Raises JobError with the others' names."""
+        left: list[_Json] = []
+
+        def gone() -> bool:
+            listed, _ = api.list("pods", f"{JOB_LABEL}={file.id}")
+            left[:] = [pod for pod in listed if is_meant(pod)]
+            if self._settings["force_delete"]:
+                now = datetime.datetime.now(datetime.timezone.utc)
+                for pod in left:
+                    if pods.is_stuck(pod, now):
+                        api.delete("pods", pod["metadata"]["name"], {"gracePeriodSeconds": 0})
+            return not left
+
+        grace = [
+            m["template"]["spec"].get("terminationGracePeriodSeconds", 30)
+            for m in self._meshes.values()
+            if "template" in m
+        ]
+        if not until_true(gone, REMOVE_TIMEOUT_S + max(grace, default=0)):
+            names = [f"{pod['metadata']['name']} ({pods.replica_of(pod, '', 0, 0).reason})" for pod in left]
+            raise JobError(
+                f"job {self.name!r}: pods still exist: {', '.join(names)}. Their nodes may be lost: force_delete=True "
+                "deletes such pods"
+            )
+
+    def _scale(self, file: JobFile, mesh: str, count: int) -> None:
+        api, name = self._api(file), manifests.object_name(self.name, file.id, mesh)
+        api.request(
+            "PATCH", api.path("statefulsets", f"{name}/scale"), {"spec": {"replicas": count}},
+            kind="application/merge-patch+json",
+        )  # fmt: skip
+
+        def is_surplus(pod: _Json) -> bool:
+            return pod["metadata"]["labels"].get(MESH_LABEL) == mesh and (pods.index_of(pod) or 0) >= count
+
+        self._until_gone(api, is_surplus, file)
+
+    def _wait_for_change(self, seconds: float) -> None:
+        file = self._read()
+        if file is None or self._client is None or any("selector" in mesh for mesh in self._meshes.values()):
+            super()._wait_for_change(min(seconds, 0.5))
+        else:
+            self._client.wait("pods", f"{JOB_LABEL}={file.id}", self._version, seconds)
+
+    def _connect(self, file: JobFile, name: str, hosts: Sequence[HostEntry], secret: bytes, timeout: float) -> HostMesh:
+        addresses = [host.address for host in hosts]
+        forward = self._settings["forward"]
+        if forward is None:
+            forward = not self._settings["in_cluster"] and not _answers(addresses[0])
+        if not forward:
+            return super()._connect(file, name, hosts, secret, timeout)
+        # One pod is the gateway to the others of its mesh, so a mesh of any size needs one connection.
+        local = PortForward.to_pod(file.id, self._api(file), hosts[0].where, self._settings["port"])
+        return attach(local.address, addresses, name, secret=secret, timeout=timeout)
+
+
+def _count(name: str, replicas: int) -> int:
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"mesh {name!r}: {replicas!r} is not a number of pods; give 1 or more")
+    return replicas
+
+
+def _by_index(listed: Sequence[_Json], rank_label: str | None) -> dict[int, _Json]:
+    """Return pods by their indices. Of two pods with one index, the newer one that is not being deleted."""
+
+    def age(pod: _Json) -> tuple[bool, str]:
+        meta = pod["metadata"]
+        return "deletionTimestamp" not in meta, str(meta.get("creationTimestamp", ""))
+
+    found = ((pods.index_of(pod, rank_label), pod) for pod in sorted(listed, key=age))
+    return {index: pod for index, pod in found if index is not None}
+
+
+def _answers(address: str) -> bool:
+    try:
+        socket.create_connection(parse_address(address), CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,159 @@
+"""Kubernetes objects of a job: a Secret, and for each mesh a headless Service and a StatefulSet.
+
+This module makes dictionaries. It talks to no cluster.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Manifest = dict[str, Any]
+
+PORT = 26600
+JOB_LABEL = "monarch-backend/job"
+MESH_LABEL = "monarch-backend/mesh"
+MANAGED = {"app.kubernetes.io/managed-by": "monarch-backend"}
+SECRET_FOLDER = "/run/monarch-backend"
+SECRET_KEY = "secret"
+CONTAINER = "monarch"
+"""Name of the container that runs the host, if a pod template has several."""
+GRACE_PERIOD_S = 30
+MAX_NAME = 52
+"""Limit of a StatefulSet's name: Kubernetes appends a hash to it in a label of 63 characters."""
+
+
+def object_name(job: str, job_id: str, mesh: str = "") -> str:
+    """Return the name of a job's object. Two jobs, and two meshes of a job, have different ones.
+
+    >>> object_name("train", "0123456789abcdef", "trainers")
+    'train-01234567-trainers'
+    """
+    parts = [as_name(job)[:18].strip("-"), job_id[:8], *([as_name(mesh)] if mesh else [])]
+    return "-".join(part for part in parts if part)
+
+
+def as_name(text: str) -> str:
+    """Return a text as a part of an object's name: letters in lower case, digits and "-"."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def check_mesh(name: str) -> None:
+    """Raise ValueError if a mesh cannot have this name on Kubernetes, where names are shorter."""
+    if not re.fullmatch(r"[A-Za-z]\w{0,22}", name) or name.endswith("_"):
+        raise ValueError(
+            f"{name!r} cannot be the name of a mesh on Kubernetes: use at most 23 letters, digits and '_', with a "
+            "letter first and no '_' last"
+        )
+
+
+def labels(job_id: str, mesh: str = "") -> dict[str, str]:
+    """Return the labels by which the objects of a job are found."""
+    return {**MANAGED, JOB_LABEL: job_id, **({MESH_LABEL: mesh} if mesh else {})}
+
+
+def secret(name: str, job_id: str, value: bytes) -> Manifest:
+    """Return the Secret with the job's secret, 32 bytes."""
+    text = base64.b64encode(value.hex().encode() + b"\n").decode()
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, "labels": labels(job_id)},
+        "type": "Opaque",
+        "data": {SECRET_KEY: text},
+    }
+
+
+def service(name: str, job_id: str, mesh: str, port: int) -> Manifest:
+    """Return the headless Service of a mesh, which gives its pods their names."""
+    own = labels(job_id, mesh)
+    ports = [{"name": "monarch", "port": port, "protocol": "TCP"}]
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": own, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "labels": own}, "spec": spec}
+
+
+def stateful_set(
+    name: str, job_id: str, mesh: str, replicas: int, template: Manifest, secret_name: str, port: int
+) -> Manifest:
+    """Return the StatefulSet of a mesh. Its pods start at the same time, and a lost one is replaced under its index."""
+    own = labels(job_id, mesh)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": name, "labels": own},
+        "spec": {
+            "serviceName": name,
+            "replicas": replicas,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": own},
+            "template": _with_host(template, own, secret_name, port),
+        },
+    }
+
+
+def _with_host(template: Manifest, own: Mapping[str, str], secret_name: str, port: int) -> Manifest:
+    """Return a pod template whose container runs a host. What the template defines already stays."""
+    made = copy.deepcopy(template)
+    meta, spec = made.setdefault("metadata", {}), made.setdefault("spec", {})
+    meta["labels"] = {**meta.get("labels", {}), **own}
+    spec.setdefault("terminationGracePeriodSeconds", GRACE_PERIOD_S)
+    spec.setdefault("automountServiceAccountToken", False)
+    spec.setdefault("volumes", []).append(
+        # Readable for each user of the image. The volume is in memory and belongs to the pod.
+        {"name": "monarch-secret", "secret": {"secretName": secret_name, "defaultMode": 0o444}}
+    )
+    container = host_container(spec)
+    # From standard input: a file of the secret would have to belong to the container's user alone.
+    up = f"exec monarch-backend up --address 0.0.0.0:{port} --secret-from-stdin < {SECRET_FOLDER}/{SECRET_KEY}"
+    container.setdefault("command", ["/bin/sh", "-c", up])
+    container.setdefault("volumeMounts", []).append(
+        {"name": "monarch-secret", "mountPath": SECRET_FOLDER, "readOnly": True}
+    )
+    container.setdefault("ports", []).append({"name": "monarch", "containerPort": port, "protocol": "TCP"})
+    container.setdefault("readinessProbe", {"tcpSocket": {"port": port}, "periodSeconds": 2})
+    variables = container.setdefault("env", [])
+    for variable, field in (("MONARCH_HOST_NAME", "metadata.name"), ("POD_IP", "status.podIP")):
+        if all(each["name"] != variable for each in variables):
+            variables.append({"name": variable, "valueFrom": {"fieldRef": {"fieldPath": field}}})
+    return made
+
+
+def host_container(spec: Manifest) -> Manifest:
+    """Return the container of a pod's specification that runs the host. Raises ValueError if there is none."""
+    containers = spec.get("containers")
+    if not isinstance(containers, list) or not containers:
+        raise ValueError("the pod template has no containers")
+    named = [each for each in containers if each.get("name") == CONTAINER]
+    if not named and len(containers) > 1:
+        raise ValueError(f"the pod template has {len(containers)} containers, and none is named {CONTAINER!r}")
+    found: Manifest = (named or containers)[0]
+    if not found.get("image"):
+        raise ValueError(f"container {found.get('name')!r} of the pod template has no image")
+    return found
+
+
+def pod_template(
+    image: str, resources: Mapping[str, Any], env: Mapping[str, str], labels: Mapping[str, str],
+    annotations: Mapping[str, str], **fields: Any,
+) -> Manifest:  # fmt: skip
+    """Return a pod template with one container. ``fields`` are of the pod's specification, as Kubernetes names them.
+
+    ``resources`` with "limits" or "requests" is taken as it is. Other keys are both, as GPUs need them.
+    """
+    container: Manifest = {"name": CONTAINER, "image": image}
+    if pull := fields.pop("imagePullPolicy", None):
+        container["imagePullPolicy"] = pull
+    if resources:
+        amounts = {name: str(amount) for name, amount in resources.items() if name not in ("limits", "requests")}
+        given = {kind: dict(resources[kind]) for kind in ("limits", "requests") if kind in resources}
+        container["resources"] = given or {"limits": amounts, "requests": dict(amounts)}
+        if given and amounts:
+            raise ValueError(f"resources has limits or requests, so {', '.join(amounts)} must be in one of these")
+    if env:
+        container["env"] = [{"name": name, "value": value} for name, value in env.items()]
+    meta = {kind: dict(values) for kind, values in (("labels", labels), ("annotations", annotations)) if values}
+    spec = {name: value for name, value in fields.items() if value}
+    return {**({"metadata": meta} if meta else {}), "spec": {**spec, "containers": [container]}}

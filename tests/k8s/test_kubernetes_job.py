@@ -1,0 +1,142 @@
+"""KubernetesJob on a real control plane: start, reasons of jobs that cannot run, isolation, end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend.hosts import attach_to_workers
+from monarch_backend.job import Job, JobError, KubernetesJob
+from tests.job.support import Where
+from tests.k8s.conftest import Place
+
+pytestmark = [pytest.mark.slow, pytest.mark.k8s]
+
+IMAGE = "testbed/monarch:1"
+READY_S = 100.0
+
+
+def job_of(kubeconfig: str, folder: Path, name: str = "hello", **options: Any) -> KubernetesJob:
+    return KubernetesJob(name=name, path=folder / f"{name}.json", kubeconfig=kubeconfig, **options)
+
+
+@contextlib.contextmanager
+def ended(job: KubernetesJob) -> Iterator[KubernetesJob]:
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def names_of_hosts(mesh: Any) -> list[str]:
+    actors = mesh.spawn_procs({"gpus": 1}).spawn("where", Where)
+    return [actors.slice(hosts=index).machine.call_one().get(30) for index in range(mesh.size("hosts"))]
+
+
+def start_hello(kubeconfig: str, folder: Path) -> list[str]:
+    job = job_of(kubeconfig, folder).add_mesh("trainers", 3, image=IMAGE, labels={"team": "a"})
+    job.apply(READY_S)
+    return names_of_hosts(job.state().trainers)
+
+
+def find_and_end_hello(kubeconfig: str, folder: Path) -> tuple[list[str], list[str], bool]:
+    job = Job.load(folder / "hello.json")
+    names, states = names_of_hosts(job.state().trainers), [str(each) for each in job.status()]
+    job.kill()
+    return names, states, job.active
+
+
+def test_hello_over_three_pods_is_found_and_ended_by_a_second_program(place: Place) -> None:
+    names = place.run(start_hello)
+    assert names == sorted(place.pods()) and [name[-1] for name in names] == ["0", "1", "2"]
+    assert {pod["metadata"]["labels"]["team"] for pod in place.pods().values()} == {"a"}
+    again, states, active = place.run(find_and_end_hello)
+    assert again == names and not active
+    assert states == ["trainers[0]: up", "trainers[1]: up", "trainers[2]: up"]
+    assert place.kube.objects(place.namespace) == []
+
+
+def fail(kubeconfig: str, folder: Path, timeout: float, mesh: dict[str, Any]) -> str:
+    with ended(job_of(kubeconfig, folder).add_mesh("trainers", **mesh)) as job:
+        with pytest.raises(JobError) as failure:
+            job.apply(timeout)
+    return str(failure.value)
+
+
+def template(*command: str) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": "monarch", "image": IMAGE, "command": list(command)}]}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "timeout", "reasons"),
+    [
+        ({"replicas": 2, "image": "testbed/missing:1"}, 60, ["ImagePull", "testbed/missing:1"]),
+        (
+            {"replicas": 1, "image": IMAGE, "resources": {"nvidia.com/gpu": 9}},
+            3,
+            ["not all hosts run in time", "Unschedulable: 0/3 nodes are available", "Insufficient nvidia.com/gpu"],
+        ),
+        (
+            {"replicas": 1, "image": IMAGE, "node_selector": {"zone": "moon"}},
+            3,
+            ["Unschedulable", "didn't match"],
+        ),
+        (
+            {"replicas": 1, "pod_template": template("sh", "-c", "echo no such module; exit 3")},
+            60,
+            ["CrashLoopBackOff", "exit code 3", "its log ends: no such module"],
+        ),
+        ({"replicas": 1, "image": IMAGE, "labels": {"a/b/c": "x"}}, 60, ["was not accepted", "a/b/c"]),
+    ],
+    ids=["image", "gpus", "selector", "crash", "refused"],
+)
+def test_job_that_cannot_run_raises_the_reason(
+    place: Place, mesh: dict[str, Any], timeout: float, reasons: list[str]
+) -> None:
+    text = place.run(fail, timeout, mesh)
+    print(text)
+    assert [reason for reason in reasons if reason not in text] == []
+
+
+def test_exceeded_quota_is_the_reason_of_missing_pods(place: Place) -> None:
+    quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
+    path = f"/api/v1/namespaces/{place.namespace}/resourcequotas"
+    place.kube.ask("POST", path, quota)
+    place.kube.until(lambda: place.kube.ask("GET", f"{path}/few")["status"].get("hard"), "the quota to hold")
+    text = place.run(fail, 15, {"replicas": 2, "image": IMAGE})
+    assert "trainers[1]: pending (FailedCreate: " in text and "exceeded quota: few" in text, text
+
+
+def run_two_jobs(kubeconfig: str, folder: Path) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(ended(job_of(kubeconfig, folder, name).add_mesh("trainers", 1, image=IMAGE)))
+            for name in ("one", "two")
+        ]
+        for job in jobs:
+            job.apply(READY_S, wait=False)
+        names = [names_of_hosts(job.state(READY_S).trainers) for job in jobs]
+        jobs[0].kill()
+        secret = bytes.fromhex((folder / "two.secret").read_text())
+        other = bytes(32)
+        address = jobs[1].status()[0].address
+        refusals = []
+        for known in (other, secret):
+            try:
+                attach_to_workers([address], secret=known, timeout=5)
+            except ConnectionError as error:
+                refusals.append(str(error))
+        return {"names": names, "states": [str(each) for each in jobs[1].status()], "refusals": refusals}
+
+
+def test_two_jobs_in_a_namespace_are_independent_and_strangers_are_refused(place: Place) -> None:
+    found = place.run(run_two_jobs)
+    [[one], [two]] = found["names"]
+    assert one.startswith("one-") and two.startswith("two-")
+    assert found["states"] == ["trainers[0]: up"]
+    [refusal] = found["refusals"]
+    assert "secret" in refusal
