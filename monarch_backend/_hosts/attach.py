@@ -55,6 +55,7 @@ class Host:
         self.agent, self.spawner, self.workers = agent, spawner, answer.workers
         self.through = through  # the host on the route to it, if this one cannot connect to it
         self.lost: str | None = None  # the reason, once it is lost
+        self.explain: Callable[[], str] | None = None  # asks a scheduler why it is lost
 
 
 class HostRegistry(RuntimeExtension):
@@ -261,7 +262,23 @@ class HostRegistry(RuntimeExtension):
             if host is None or host.lost is not None:
                 return
             host.lost = why
-        host.spawner.host_lost(why)
+        if host.explain is None:
+            self._report_loss(host)
+        else:
+            self._program.run_in_thread(functools.partial(self._explain_loss, host, host.explain))
+
+    def _explain_loss(self, host: Host, explain: Callable[[], str]) -> None:
+        """Add the scheduler's reason to the loss, and report it then."""
+        try:
+            why = explain()
+        except Exception as error:
+            why = f"the reason could not be asked: {error}"
+        if why:
+            host.lost = f"{host.lost}; {why}"
+        self._program.call_soon(lambda: self._report_loss(host))
+
+    def _report_loss(self, host: Host) -> None:
+        host.spawner.host_lost(host.lost or "")
         self._tell_of_loss(host)
 
     def _tell_of_loss(self, host: Host) -> None:
@@ -400,6 +417,16 @@ def attach(
             registry.dismiss([gateway.token])
             raise
     return _mesh_of(made, name)
+
+
+def explain_losses(mesh: HostMesh, explain: Sequence[Callable[[], str]]) -> None:
+    """Set for each host of an attached mesh the function that returns why it is lost, or "".
+
+    It is called on a thread after the loss, which is reported after its return. It must return within seconds.
+    """
+    runtime: Any = program()
+    for host_id, function in zip(mesh.hosts or (), explain, strict=True):
+        runtime.hosts.find(host_id).explain = function
 
 
 def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:

@@ -5,6 +5,7 @@ The job is submitted once. Then the scheduler is asked where its hosts listen, a
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from abc import abstractmethod
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from monarch_backend._core.timeouts import check_bounded
+from monarch_backend._hosts.attach import explain_losses
 from monarch_backend._job import state_file
 from monarch_backend._job.base import HostStatus, Job, JobState, Plan
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.state_file import HostEntry, JobFile
+from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._transport.network.auth import read_secret
 
 log = logging.getLogger("monarch_backend")
@@ -25,6 +28,9 @@ log = logging.getLogger("monarch_backend")
 READY_TIMEOUT_S = 600.0
 POLL_INTERVAL_S = 0.5
 """Seconds between two questions to a scheduler that does not report changes by itself."""
+
+REASON_TIMEOUT_S = 2.0
+"""Seconds in which a scheduler is asked why a host is lost. The loss is reported then."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,29 @@ class ScheduledJob(Job):
         if file is not None and file.submitted:
             self._wait_until_up(file.id, until)
         return super().state(max(1.0, until - time.monotonic()), **options)
+
+    def _attach(self, file: JobFile, name: str, hosts: Sequence[HostEntry], timeout: float) -> HostMesh:
+        mesh = super()._attach(file, name, hosts, timeout)
+        explain_losses(mesh, [functools.partial(self._why_lost, host) for host in hosts])
+        return mesh
+
+    def _why_lost(self, host: HostEntry) -> str:
+        """Return the scheduler's reason for the loss of a host. It may notice the loss later than this program."""
+        until = time.monotonic() + REASON_TIMEOUT_S
+        while True:
+            file = self._read()
+            if file is None:
+                return "the job was ended"
+            found = [each for each in self._find(file) if (each.mesh, each.index) == (host.mesh, host.index)]
+            if not found:
+                return f"{host.where} does not exist any more"
+            if found[0].incarnation != host.incarnation:
+                return f"{host.where} was replaced: {found[0].reason or found[0].state}"
+            if found[0].reason and found[0].state != "up":
+                return f"{host.where}: {found[0].reason}"
+            if time.monotonic() > until:
+                return f"{host.where} is {found[0].state} for the scheduler"
+            self._wait_for_change(0.2)
 
     def status(self) -> list[HostStatus]:
         """Return the status of each host, with the scheduler's reason. Raises JobError if it cannot be asked."""
