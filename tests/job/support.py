@@ -37,6 +37,10 @@ class Where(Actor):
         time.sleep(seconds)
 
     @endpoint
+    def echo(self, value: str) -> str:
+        return value
+
+    @endpoint
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 

@@ -21,7 +21,7 @@ from typing import Any
 from monarch_backend._mesh.runtime_protocol import program
 from tests.k8s.kubelet import Api, ApiError, Json
 from tests.support import hosts as namespaces
-from tests.support.ranks import run_ranks
+from tests.support.ranks import KEPT_PIDS, run_ranks
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "k8s_control_plane.sh"
@@ -132,6 +132,7 @@ class Cluster:
             self.processes[name] = subprocess.Popen(
                 self.where.command(CONTROL, *words), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+        KEPT_PIDS.add(self.processes[name].pid)  # a test may restart it
 
     def start_api_server(self) -> None:
         """Start the API server and wait until it is ready."""

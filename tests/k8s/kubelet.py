@@ -258,6 +258,9 @@ class Kubelet:
                 self._report(pod)
                 pod.problem = ("ImagePullBackOff", f'Back-off pulling image "{pod.container["image"]}"')
                 return
+        ready = [each["status"] for each in spec["status"].get("conditions", ()) if each["type"] == "Ready"]
+        if ready not in ([], ["True" if pod.is_ready else "False"]):
+            pod.sent = ""  # another controller has changed it, such as the one of lost nodes
         if pod.problem is None:
             self._run_container(pod)
         self._report(pod)
@@ -291,10 +294,10 @@ class Kubelet:
     def _link(self, pod: Pod) -> str:
         return f"q{pod.address.rpartition('.')[2]}"
 
-    def _ip(self, *lines: str, pid: int | None = None) -> None:
+    def _ip(self, *lines: str, pid: int | None = None, quiet: bool = False) -> None:
         command = ["nsenter", f"--net=/proc/{pid or self.switch}/ns/net", "ip", "-batch", "-"]
         done = subprocess.run(command, input="\n".join(lines), text=True, capture_output=True, check=False)
-        if done.returncode:
+        if done.returncode and not quiet:
             print(f"kubelet: {lines}: {done.stderr}", file=sys.stderr)
 
     def _start(self, pod: Pod) -> None:
@@ -310,9 +313,14 @@ class Kubelet:
         assert pod.process.stdin is not None and pod.process.stdout is not None
         if pod.process.stdout.readline() == b"ready\n":
             link = self._link(pod)
+            # The kernel removes the link of a container's earlier start only after its namespace.
+            self._ip(f"link del {link}", quiet=True)
             self._ip(
-                f"link add {link} type veth peer name eth0 netns {pod.process.pid}", f"link set {link} master br0 up"
-            )
+                # One hardware address for all starts, because others keep it for a minute.
+                f"link add {link} type veth peer name eth0 address 02:00:00:00:01:{int(link[1:]):02x} "
+                f"netns {pod.process.pid}",
+                f"link set {link} master br0 up",
+            )  # fmt: skip
             self._ip("link set lo up", "link set eth0 up", f"addr add {pod.address}/24 dev eth0", pid=pod.process.pid)
         with contextlib.suppress(BrokenPipeError):
             pod.process.stdin.write(b"go\n")

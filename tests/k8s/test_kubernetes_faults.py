@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import pytest
 
 import monarch_backend.actor
 from monarch_backend.actor import MeshFailure, SupervisionError
-from monarch_backend.job import Job, JobError, KubernetesJob
+from monarch_backend.job import Job, JobError
 from tests.job.support import Where
 from tests.k8s.cluster import ADMIN, OUTSIDE, USER, Cluster
 from tests.k8s.conftest import Place
 from tests.k8s.kubelet import Api
-from tests.k8s.test_kubernetes_job import IMAGE, READY_S, ended, job_of, names_of_hosts, template
+from tests.k8s.test_kubernetes_job import IMAGE, READY_S, ended, job_of, names_of_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.k8s]
 
@@ -43,14 +43,10 @@ def replace_a_pod(kubeconfig: str, folder: Path, server: str, namespace: str) ->
         before = [each.address for each in job.status()]
         delete_pod(Api(server, ADMIN), namespace, names[1])
         failures = record_failures()
+        wait_until(lambda: failures)
         with pytest.raises(SupervisionError) as failure:
-            while True:
-                actors.slice(hosts=1).machine.call_one().get(30)
-        survivor = None
-        try:
-            survivor = actors.slice(hosts=0).machine.call_one().get(30)
-        except SupervisionError as error:
-            survivor = str(error)
+            actors.slice(hosts=1).machine.call_one().get(30)
+        survivor = actors.slice(hosts=0).machine.call_one().get(30)
         again = job.state(READY_S).trainers
         return {
             "names": names,
@@ -63,7 +59,196 @@ def replace_a_pod(kubeconfig: str, folder: Path, server: str, namespace: str) ->
 
 def test_deleted_pod_fails_with_the_reason_and_is_found_again_under_its_new_address(place: Place) -> None:
     found = place.run(replace_a_pod, place.kube.server, place.namespace)
-    print(found)
+    assert all("trainers-1: the pod is being deleted" in text for text in found["failures"]), found["failures"]
     assert found["again"] == found["names"] and found["survivor"] == found["names"][0]
     before, after = found["addresses"]
     assert before[0] == after[0] and before[1] != after[1]
+
+
+def end_by_memory(kubeconfig: str, folder: Path, kube: Cluster) -> tuple[list[str], list[str]]:
+    with ended(job_of(kubeconfig, folder).add_mesh("trainers", 1, image=IMAGE)) as job:
+        job.apply(READY_S)
+        procs = job.state().trainers.spawn_procs({"gpus": 1})
+        failures = record_failures()
+        procs.spawn("where", Where).machine.call_one().get(30)
+        kube.tell_kubelet(f"oom {job.status()[0].log.split()[1]}")
+        wait_until(lambda: failures)
+        before = [each.address for each in job.status()]
+        job.state(READY_S)  # its container is restarted in the same pod
+        return [str(each) for each in failures], before + [each.address for each in job.status()]
+
+
+def test_pod_out_of_memory_fails_with_the_reason_and_restarts(place: Place) -> None:
+    [failure], addresses = place.run(end_by_memory, place.kube)
+    assert "OOMKilled, exit code 137" in failure
+    assert addresses[-1].startswith("tcp://198.18.0.")
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def resize(kubeconfig: str, folder: Path) -> list[list[str]]:
+    found = []
+    with ended(job_of(kubeconfig, folder).add_mesh("trainers", 2, image=IMAGE)) as job:
+        job.apply(READY_S)
+        mesh = job.state().trainers
+        actors = mesh.spawn_procs({"gpus": 1}).spawn("where", Where)
+        for count in (None, 4, 3):
+            if count is not None:
+                job.resize("trainers", count, READY_S)
+                mesh = job.state().trainers
+            found.append(names_of_hosts(mesh))
+        # The processes of the first mesh are on hosts that were never ended.
+        found.append([actors.slice(hosts=index).machine.call_one().get(30) for index in range(2)])
+    return found
+
+
+def test_resize_adds_and_removes_pods_and_keeps_the_others(place: Place) -> None:
+    two, four, three, kept = place.run(resize)
+    assert (len(two), len(four), len(three)) == (2, 4, 3)
+    assert four[:3] == three and three[:2] == two == kept
+
+
+def use_from_outside(kubeconfig: str, folder: Path) -> dict[str, Any]:
+    with ended(
+        job_of(kubeconfig, folder).add_mesh("trainers", 3, image=IMAGE).add_mesh("loaders", 1, image=IMAGE)
+    ) as job:
+        job.apply(READY_S)
+        state = job.state(READY_S)
+        names = [names_of_hosts(state.trainers), names_of_hosts(state.loaders)]
+        actors = state.trainers.spawn_procs({"gpus": 1}).spawn("where", Where)
+        other = state.loaders.spawn_procs({"gpus": 1}).spawn("where", Where)
+        passed = actors.slice(hosts=2).next_name.call_one(other).get(30)
+        data = "x" * 3_000_000
+        echoed = other.echo.call_one(data).get(60) == data
+        log = job.log("trainers", 0, lines=5)
+    return {"names": names, "passed": passed, "echoed": echoed, "log": log}
+
+
+def test_program_outside_the_cluster_reaches_pods_through_the_api_server(place: Place) -> None:
+    found = place.run(use_from_outside, host=OUTSIDE)
+    trainers, [loader] = found["names"]
+    assert [name[-1] for name in trainers] == ["0", "1", "2"]
+    assert found["passed"] == loader and found["echoed"]
+    assert "this host is up" in found["log"]
+
+
+def wait_for_file(path: Path) -> None:
+    wait_until(path.exists)
+
+
+def use_without_api_server(kubeconfig: str, folder: Path) -> list[Any]:
+    with ended(job_of(kubeconfig, folder).add_mesh("trainers", 1, image=IMAGE)) as job:
+        job.apply(READY_S)
+        mesh = job.state().trainers
+        (folder / "up").touch()
+        wait_for_file(folder / "stopped")
+        during = names_of_hosts(mesh)
+        (folder / "used").touch()
+        # This waits until the server is back. It takes the node for lost until its next heartbeat.
+        return [during, str(next(each for each in job.watch(timeout=60) if each.state == "up"))]
+
+
+def test_restart_of_the_api_server_does_not_disturb_a_job(place: Place) -> None:
+    with ThreadPoolExecutor() as pool:
+        program = pool.submit(place.run, use_without_api_server)
+        try:
+            wait_for_file(place.folder / "up")
+            place.kube.stop_api_server()
+            (place.folder / "stopped").touch()
+            wait_for_file(place.folder / "used")
+        finally:
+            if "kube-apiserver" not in place.kube.processes:
+                place.kube.start_api_server()
+        names, state = program.result()
+    assert names[0].endswith("trainers-0") and state == "trainers[0]: up"
+
+
+def use_with_expired_token(kubeconfig: str, folder: Path) -> list[str]:
+    valid = Path(kubeconfig).read_text()
+    own = folder / "kubeconfig"
+    own.write_text(valid)
+    found = []
+    with ended(job_of(str(own), folder).add_mesh("trainers", 1, image=IMAGE)) as job:
+        job.apply(READY_S)
+        mesh = job.state().trainers
+        own.write_text(valid.replace(USER, "expired"))
+        job._client = None  # as another program would read it
+        try:
+            job.status()
+        except JobError as error:
+            found.append(str(error))
+        found += names_of_hosts(mesh)
+        own.write_text(valid)
+        found += [str(each) for each in job.status()]
+    return found
+
+
+def test_expired_token_is_named_and_a_renewed_one_is_taken(place: Place) -> None:
+    error, name, state = place.run(use_with_expired_token)
+    assert "does not accept the credentials, or they have expired" in error
+    assert name.endswith("trainers-0") and state == "trainers[0]: up"
+
+
+def lose_a_node(kubeconfig: str, folder: Path, kube: Cluster) -> dict[str, Any]:
+    job = job_of(kubeconfig, folder, force_delete=True).add_mesh("trainers", 2, image=IMAGE, grace_period=1)
+    with ended(job):
+        job.apply(READY_S)
+        mesh = job.state().trainers
+        failures = record_failures()
+        actors = mesh.spawn_procs({"gpus": 1}).spawn("where", Where)
+        actors.machine.call().get(30)
+        node = job.status()[1].log.rpartition(" ")[2]
+        kube.tell_kubelet(f"crash {node}")
+        wait_until(lambda: failures)
+        reasons: list[str] = []
+        for status in job.watch(timeout=60):
+            if status.index == 1:
+                reasons.append(status.reason)
+                if status.state == "up" and len(reasons) > 1:
+                    break
+        again = job.state(READY_S).trainers
+        return {"node": node, "failures": [str(each) for each in failures], "reasons": reasons,
+                "again": names_of_hosts(again), "where": job.status()[1].log}  # fmt: skip
+
+
+def test_pod_of_a_crashed_node_is_force_deleted_and_replaced_elsewhere(place: Place) -> None:
+    kube = place.kube
+    try:
+        found = place.run(lose_a_node, kube)
+    finally:
+        for node in ("n0", "n1", "n2"):
+            kube.tell_kubelet(f"start {node}")
+        kube.until(lambda: len(kube.ready_nodes()) == 3, "the crashed node to return")
+    assert found["failures"] and len(found["again"]) == 2
+    assert any("does not respond" in reason for reason in found["reasons"])
+    assert found["node"] not in found["where"]
+
+
+def attach_pods_of_others(kubeconfig: str, folder: Path) -> list[Any]:
+    with ended(job_of(kubeconfig, folder, "others").add_mesh("workers", 2, image=IMAGE)) as owner:
+        owner.apply(READY_S)
+        secret, label = folder / "others.secret", f"monarch-backend/job={content_id(owner)}"
+        job = job_of(kubeconfig, folder, "mine", secret_file=secret).attach_mesh("trainers", 2, label)
+        with ended(job):
+            job.apply(READY_S)
+            names = names_of_hosts(job.state().trainers)
+            with pytest.raises(JobError, match="started by others"):
+                job.resize("trainers", 3)
+        return [names, [str(each) for each in owner.status()]]
+
+
+def content_id(job: Job) -> str:
+    file = job._read()
+    assert file is not None
+    return file.id
+
+
+def test_attached_pods_of_others_are_used_and_not_ended(place: Place) -> None:
+    names, states = place.run(attach_pods_of_others)
+    assert [name[-1] for name in names] == ["0", "1"]
+    assert states == ["workers[0]: up", "workers[1]: up"]

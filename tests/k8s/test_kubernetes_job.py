@@ -33,8 +33,11 @@ def ended(job: KubernetesJob) -> Iterator[KubernetesJob]:
 
 
 def names_of_hosts(mesh: Any) -> list[str]:
-    actors = mesh.spawn_procs({"gpus": 1}).spawn("where", Where)
-    return [actors.slice(hosts=index).machine.call_one().get(30) for index in range(mesh.size("hosts"))]
+    procs = mesh.spawn_procs({"gpus": 1})
+    actors = procs.spawn("where", Where)
+    names = [actors.slice(hosts=index).machine.call_one().get(30) for index in range(mesh.size("hosts"))]
+    procs.stop().get(30)
+    return names
 
 
 def start_hello(kubeconfig: str, folder: Path) -> list[str]:
@@ -98,7 +101,6 @@ def test_job_that_cannot_run_raises_the_reason(
     place: Place, mesh: dict[str, Any], timeout: float, reasons: list[str]
 ) -> None:
     text = place.run(fail, timeout, mesh)
-    print(text)
     assert [reason for reason in reasons if reason not in text] == []
 
 

@@ -78,7 +78,7 @@ class Api:
         """
         from urllib3.exceptions import HTTPError
 
-        until, renewed = time.monotonic() + self._retry, False
+        until, renewed, was_down = time.monotonic() + self._retry, False, False
         while True:
             try:
                 with self._open(method, path, body, query, kind) as answer:
@@ -92,7 +92,10 @@ class Api:
                 renewed = True
                 self.client, _ = self._load()
                 continue
-            if (status == 0 or status in _BUSY) and time.monotonic() < until:
+            is_down = status == 0 or status in _BUSY
+            was_down = was_down or is_down
+            # A server that has just started refuses users until it has read their permissions.
+            if (is_down or (was_down and status == 403)) and time.monotonic() < until:
                 time.sleep(_RETRY_INTERVAL_S)
                 continue
             raise self._error(status, data, f"{method} {path}")

@@ -268,6 +268,17 @@ class KubernetesJob(ScheduledJob):
         last = max(failed, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
         return f"FailedCreate: {last.get('message', '')}", False
 
+    def log(self, mesh: str, index: int, lines: int = 100, *, previous: bool = False) -> str:
+        """Return the last lines that the host's pod has printed; with ``previous`` before its container's restart.
+
+        Raises JobError if the job does not run, or the log cannot be read.
+        """
+        file = self._read()
+        found = [] if file is None else [each for each in self._find(file) if (each.mesh, each.index) == (mesh, index)]
+        if file is None or not found or not found[0].where:
+            raise JobError(f"job {self.name!r} has no pod {mesh}[{index}]")
+        return self._api(file).log(found[0].where, lines, previous=previous)
+
     def _remove(self, file: JobFile) -> None:
         api = self._api(file)
         PortForward.close_all(file.id)

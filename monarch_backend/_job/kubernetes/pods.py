@@ -82,14 +82,16 @@ def _state_of(pod: Json, is_replaced: bool) -> tuple[str, str, bool]:
         scheduled = conditions.get("PodScheduled", {})
         return "pending", _text(scheduled.get("reason", ""), scheduled.get("message", "")) or "not scheduled yet", False
     ready = conditions.get("Ready", {})
+    last = (container.get("lastState") or {}).get("terminated")
+    restarted = f"its container was restarted after {_ended(last)}" if last else ""
     if ready.get("status") == "True":
-        return "up", "", False
+        return "up", restarted, False
     if container.get("ready"):
         return "gone", f"node {node} does not respond", False
     if ended := (container.get("state") or {}).get("terminated"):
         return "pending", f"its container has ended ({_ended(ended)}) and is restarted", False
-    if (container.get("state") or {}).get("running"):
-        return "pending", "its container runs and does not listen yet", False
+    if (container.get("state") or {}).get("running") is not None:
+        return "pending", f"{restarted or 'its container runs'} and does not listen yet", False
     return "pending", _text(status.get("reason", ""), status.get("message", "")) or f"starts on node {node}", False
 
 

@@ -1,0 +1,20 @@
+"""Permissions that KubernetesJob needs: the rules of deploy/k8s/role.yaml, with their uses."""
+
+NEEDED: tuple[tuple[str, str, str], ...] = (
+    ("create", "secrets", "apply() cannot start a job"),
+    ("create", "services", "apply() cannot start a job"),
+    ("create", "apps:statefulsets", "apply() cannot start a job"),
+    ("get", "apps:statefulsets", "the reason of missing pods is unknown"),
+    ("list", "pods", "hosts cannot be found"),
+    ("watch", "pods", "changes are noticed late"),
+    ("list", "events", "reasons such as exceeded quotas are unknown"),
+    ("get", "pods/log", "logs cannot be read"),
+    ("get", "pods/portforward", "programs outside the cluster do not reach pods"),
+    ("create", "pods/portforward", "programs outside the cluster do not reach pods from Kubernetes 1.35 on"),
+    ("patch", "apps:statefulsets/scale", "resize() is not possible"),
+    ("delete", "secrets", "kill() cannot end a job"),
+    ("delete", "services", "kill() cannot end a job"),
+    ("delete", "apps:statefulsets", "kill() cannot end a job"),
+    ("delete", "pods", "force_delete=True has no effect"),
+)
+"""Verb, resource as GROUP:NAME, and what is not possible without it."""

@@ -1,0 +1,133 @@
+"""`monarch-backend k8s`: objects of a KubernetesJob as YAML, logs of its pods, and what hinders it."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend.cli.arguments import fail
+
+if TYPE_CHECKING:
+    from monarch_backend._job.kubernetes.job import KubernetesJob
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+
+    manifest = commands.add_parser("manifest", help="print the objects of a job as YAML, without asking a cluster")
+    manifest.add_argument("--name", default="job", help="name of the job (default: %(default)s)")
+    manifest.add_argument(
+        "--mesh", action="append", required=True, metavar="NAME=PODS", help="a mesh; may be given several times"
+    )
+    manifest.add_argument("--image", required=True, help="image of the pods, which has this package")
+    manifest.add_argument(
+        "--resource", action="append", default=[], metavar="NAME=AMOUNT", help="of each pod, such as nvidia.com/gpu=8"
+    )
+    manifest.add_argument("--namespace", help="namespace of the objects; by default none is written")
+    manifest.add_argument(
+        "--secret-file", metavar="FILE", help="the job's secret, which the YAML then has, too; by default a new one"
+    )
+
+    logs = commands.add_parser("logs", help="print what a job's pods have printed")
+    logs.add_argument("job", help="name of the job, or its file")
+    logs.add_argument("--host", metavar="MESH[INDEX]", help="only this host, such as trainers[0]")
+    logs.add_argument("--lines", type=int, default=100, help="last lines of each pod (default: %(default)s)")
+    logs.add_argument("--previous", action="store_true", help="from before the last restart of the container")
+
+    doctor = commands.add_parser("doctor", help="check the kubeconfig, the API server and the permissions")
+    doctor.add_argument("--namespace", help="by default that of the context")
+    doctor.add_argument("--kubeconfig", metavar="FILE", help="by default that of kubectl")
+    doctor.add_argument("--context", help="by default the current one")
+    doctor.add_argument("--in-cluster", action="store_true", help="as the service account of this pod")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one of the commands. Return 0; 1, with the reason, if it fails or `doctor` has found a missing permission."""
+    from monarch_backend._job.errors import JobError
+
+    try:
+        return {"manifest": _manifest, "logs": _logs, "doctor": _doctor}[args.what](args)
+    except (JobError, OSError, ValueError, ImportError) as error:
+        return fail(f"k8s {args.what}", error)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise ValueError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _manifest(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from monarch_backend._job.kubernetes.job import KubernetesJob
+    from monarch_backend._transport.network.auth import new_secret, read_secret
+
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(f"{error}: install the extra, pip install 'monarch_backend[kubernetes]'") from None
+    job = KubernetesJob(args.namespace, name=args.name)
+    for text in args.mesh:
+        mesh, pods = _pair(text)
+        if not pods.isdecimal():
+            raise ValueError(f"{text!r}: {pods!r} is not a number of pods")
+        job.add_mesh(mesh, int(pods), image=args.image, resources=dict(map(_pair, args.resource)))
+    secret = new_secret() if args.secret_file is None else read_secret(Path(args.secret_file))
+    made = job.manifests(secrets.token_hex(8), secret)
+    for each in made:
+        if args.namespace:
+            each["metadata"]["namespace"] = args.namespace
+    yaml.safe_dump_all(made, sys.stdout, sort_keys=False, explicit_start=True)
+    return 0
+
+
+def _job(text: str) -> KubernetesJob:
+    from monarch_backend._job.base import Job
+    from monarch_backend._job.kubernetes.job import KubernetesJob
+
+    job = Job.load(text)
+    if not isinstance(job, KubernetesJob):
+        raise ValueError(f"{text} is a {type(job).__name__}, which has no pods")
+    return job
+
+
+def _logs(args: argparse.Namespace) -> int:
+    job, printed = _job(args.job), False
+    for status in job.status():
+        host = f"{status.mesh}[{status.index}]"
+        if args.host in (None, host):
+            printed = True
+            text = job.log(status.mesh, status.index, args.lines, previous=args.previous)
+            for line in text.splitlines():
+                print(f"{host}: {line}")
+    if not printed:
+        raise ValueError(f"the job has no host {args.host}")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from monarch_backend._job.kubernetes.api import Api
+    from monarch_backend._job.kubernetes.permissions import NEEDED
+
+    api = Api(args.namespace, args.kubeconfig, args.context, args.in_cluster, retry=0.0)
+    rows: list[tuple[str, Any]] = [("API server", api.server), ("namespace", api.namespace)]
+    rows.append(("version", api.request("GET", "/version").get("gitVersion", "?")))
+    missing = []
+    for verb, resource, use in NEEDED:
+        allowed = api.may(verb, resource)
+        if not allowed:
+            missing.append(f"{verb} {resource}")
+        rows.append((f"{verb} {resource}", "yes" if allowed else f"no: {use}"))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:{width}}  {value}")
+    if missing:
+        raise ValueError(
+            f"the user lacks {len(missing)} permissions in namespace {api.namespace}: deploy/k8s/role.yaml has them all"
+        )
+    return 0

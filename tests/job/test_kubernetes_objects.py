@@ -1,0 +1,297 @@
+"""Objects of a KubernetesJob, and states of hosts from pods, without a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from monarch_backend._job.kubernetes import pods
+from monarch_backend._job.kubernetes.permissions import NEEDED
+from monarch_backend.cli import main
+from monarch_backend.job import Job, KubernetesJob
+
+ROOT = Path(__file__).parents[2]
+IMAGE = "registry.example/train:1"
+
+
+def manifest(*words: str) -> tuple[int, list[dict[str, Any]], str]:
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(["k8s", "manifest", *words])
+    return code, list(yaml.safe_load_all(out.getvalue())), error.getvalue()
+
+
+@pytest.mark.parametrize("version", ["1.25", "1.31", "1.37"])
+def test_printed_manifest_follows_the_schemas_of_kubernetes(version: str) -> None:
+    words = ["--name", "Train_1", "--mesh", "trainers=4", "--mesh", "data_loaders=2", "--image", IMAGE]
+    code, made, _ = manifest(*words, "--resource", "nvidia.com/gpu=8", "--namespace", "team")
+    assert code == 0
+    kinds = [each["kind"] for each in made]
+    assert kinds == ["Secret", "Service", "StatefulSet", "Service", "StatefulSet"]
+    for each in [*made, *(yaml.safe_load(path.read_text()) for path in ROOT.glob("deploy/k8s/*.yaml"))]:
+        kubernetes_validate.validate(each, version, strict=True)
+    assert {each["metadata"]["namespace"] for each in made} == {"team"}
+    [container] = made[2]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert made[2]["spec"]["replicas"] == 4
+
+
+def test_schema_check_finds_a_wrong_field() -> None:
+    [*_, wrong] = KubernetesJob().add_mesh("trainers", 1, image=IMAGE).manifests("0123456789abcdef", bytes(32))
+    wrong["spec"]["template"]["spec"]["nodeSelectors"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.31", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--mesh", "trainers", "--image", IMAGE], "'trainers' is not NAME=VALUE"),
+        (["--mesh", "trainers=x", "--image", IMAGE], "'x' is not a number of pods"),
+        (["--mesh", "a=1", "--mesh", "A=1", "--image", IMAGE], "differs in letters' case only"),
+        (["--mesh", "trainers_=1", "--image", IMAGE], "cannot be the name of a mesh on Kubernetes"),
+    ],
+)
+def test_wrong_arguments_of_manifest_are_named(words: list[str], error: str) -> None:
+    code, made, text = manifest(*words)
+    assert (code, made) == (1, []) and error in text
+
+
+def test_role_has_exactly_the_needed_permissions() -> None:
+    role = yaml.safe_load((ROOT / "deploy/k8s/role.yaml").read_text())
+    allowed = {
+        (verb, f"{group}:{resource}" if group else resource)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert allowed == {(verb, resource) for verb, resource, _ in NEEDED}
+
+
+def test_pod_template_keeps_its_fields_and_gets_the_host() -> None:
+    given = {
+        "metadata": {"labels": {"kueue.x-k8s.io/queue-name": "team"}},
+        "spec": {
+            "securityContext": {"runAsUser": 1000},
+            "containers": [{"name": "proxy", "image": "proxy:1"}, {"name": "monarch", "image": IMAGE}],
+        },
+    }
+    job = KubernetesJob(name="train").add_mesh("trainers", 2, pod_template=given)
+    made = job.manifests("0123456789abcdef", bytes(32))
+    template = made[2]["spec"]["template"]
+    assert template["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert template["spec"]["securityContext"] == {"runAsUser": 1000}
+    proxy, host = template["spec"]["containers"]
+    assert proxy == {"name": "proxy", "image": "proxy:1"}
+    assert "up --address 0.0.0.0:26600" in host["command"][-1] and host["volumeMounts"]
+    assert given["spec"]["containers"][1] == {"name": "monarch", "image": IMAGE}  # not changed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"replicas": 0, "image": IMAGE}, "1 or more"),
+        ({"replicas": 1}, "either an image or a pod_template"),
+        ({"replicas": 1, "image": IMAGE, "pod_template": {}}, "either an image or a pod_template"),
+        ({"replicas": 1, "pod_template": {"spec": {}}}, "has no containers"),
+        ({"replicas": 1, "pod_template": {"spec": {"containers": [{"name": "x"}]}}}, "has no image"),
+    ],
+)
+def test_wrong_mesh_is_refused(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        KubernetesJob().add_mesh("trainers", **arguments)
+
+
+def test_attached_mesh_needs_a_secret_and_a_selector() -> None:
+    with pytest.raises(ValueError, match="secret_file"):
+        KubernetesJob().attach_mesh("trainers", 2, "app=x")
+    with pytest.raises(ValueError, match="label selector"):
+        KubernetesJob(secret_file="secret").attach_mesh("trainers", 2, "")
+
+
+def test_dumped_job_is_loaded_with_its_description(tmp_path: Path) -> None:
+    job = KubernetesJob("team", name="train", context="lab", force_delete=True)
+    job.add_mesh("trainers", 2, image=IMAGE, tolerations=[{"key": "gpu", "operator": "Exists"}])
+    job.dump(tmp_path / "job.json")
+    again = Job.load(tmp_path / "job.json")
+    assert isinstance(again, KubernetesJob) and again.can_run(job)
+    assert not again.active
+
+
+# ---- states
+
+
+def pod(
+    phase: str = "Running", container: dict[str, Any] | None = None, conditions: dict[str, Any] | None = None,
+    deleted: str = "", **status: Any,
+) -> dict[str, Any]:  # fmt: skip
+    found = [
+        {"type": kind, **({"status": each} if isinstance(each, str) else each)}
+        for kind, each in (conditions or {}).items()
+    ]
+    meta = {"name": "train-0123-trainers-1", "uid": "u1", **({"deletionTimestamp": deleted} if deleted else {})}
+    full = {"phase": phase, "podIP": "10.0.0.7", "conditions": found, **status}
+    if container is not None:
+        full["containerStatuses"] = [{"name": "monarch", "image": IMAGE, "restartCount": 0, **container}]
+    return {"metadata": meta, "spec": {"nodeName": "" if phase == "New" else "n1"}, "status": full}
+
+
+def waiting(reason: str, message: str = "", **more: Any) -> dict[str, Any]:
+    return {"state": {"waiting": {"reason": reason, "message": message}}, **more}
+
+
+RUNNING = {"state": {"running": {}}, "ready": True}
+READY, NOT_READY = {"Ready": "True"}, {"Ready": "False"}
+PAST = "2026-01-01T00:00:00Z"
+NO_GPU = {
+    "status": "False",
+    "reason": "Unschedulable",
+    "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+}
+GATED = {
+    "status": "False",
+    "reason": "SchedulingGated",
+    "message": "Scheduling is blocked due to non-empty scheduling gates",
+}
+PREEMPTED = {
+    "status": "True",
+    "reason": "PreemptionByScheduler",
+    "message": "preempting to accommodate a higher priority pod",
+}
+OOM = {"exitCode": 137, "reason": "OOMKilled"}
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "reason", "is_final"),
+    [
+        (pod(container=RUNNING, conditions=READY), "up", "", False),
+        (
+            pod(container={**RUNNING, "ready": False}, conditions=NOT_READY),
+            "pending",
+            "its container runs and does not listen yet",
+            False,
+        ),
+        (
+            pod("New", conditions={"PodScheduled": NO_GPU}),
+            "pending",
+            "Unschedulable: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+            False,
+        ),
+        (pod("New", conditions={"PodScheduled": GATED}), "pending", "SchedulingGated: Scheduling is blocked", False),
+        (pod("Pending", waiting("ContainerCreating")), "pending", "starts on node n1", False),
+        (
+            pod("Pending", waiting("ErrImagePull", "not found")),
+            "pending",
+            f"ErrImagePull: not found (image {IMAGE})",
+            False,
+        ),
+        (
+            pod("Pending", waiting("ImagePullBackOff", f'Back-off pulling image "{IMAGE}"')),
+            "pending",
+            "ImagePullBackOff: Back-off",
+            True,
+        ),
+        (
+            pod("Pending", waiting("CreateContainerConfigError", 'secret "x" not found')),
+            "pending",
+            'CreateContainerConfigError: secret "x" not found',
+            True,
+        ),
+        (
+            pod(container=waiting("CrashLoopBackOff", "back-off", restartCount=3, lastState={"terminated": OOM})),
+            "pending",
+            "CrashLoopBackOff: its container has ended 3 times, last with OOMKilled, exit code 137",
+            True,
+        ),
+        (
+            pod(container={**RUNNING, "restartCount": 1, "lastState": {"terminated": OOM}}, conditions=READY),
+            "up",
+            "its container was restarted after OOMKilled, exit code 137",
+            False,
+        ),
+        (
+            pod("Failed", reason="Evicted", message="The node was low on resource: memory."),
+            "gone",
+            "Evicted: The node was low on resource: memory.",
+            False,
+        ),
+        (
+            pod("Failed", {"state": {"terminated": OOM}}),
+            "gone",
+            "its container has ended (OOMKilled, exit code 137)",
+            False,
+        ),
+        (
+            pod("Succeeded", {"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}),
+            "gone",
+            "its container has ended (exit code 0)",
+            False,
+        ),
+        (pod(container=RUNNING, conditions=READY, deleted=PAST), "gone", "the pod is being deleted", False),
+        (
+            pod(container=RUNNING, conditions={"Ready": "True", "DisruptionTarget": PREEMPTED}, deleted=PAST),
+            "gone",
+            "PreemptionByScheduler: preempting",
+            False,
+        ),
+        (pod(container=RUNNING, conditions=NOT_READY), "gone", "node n1 does not respond", False),
+        (
+            pod(container=RUNNING, conditions=NOT_READY, deleted=PAST),
+            "gone",
+            "node n1 does not respond, and the pod stays",
+            False,
+        ),
+    ],
+)
+def test_state_of_a_pod_has_the_reason_of_kubernetes(
+    given: dict[str, Any], state: str, reason: str, is_final: bool
+) -> None:
+    found = pods.replica_of(given, "trainers", 1, 26600)
+    assert (found.state, found.is_final) == (state, is_final)
+    assert found.reason.startswith(reason) and bool(found.reason) == bool(reason)
+    assert found.address == ("tcp://10.0.0.7:26600" if state == "up" else "")
+
+
+def test_pods_of_others_that_have_ended_are_final() -> None:
+    assert pods.replica_of(pod("Failed"), "trainers", 1, 26600, is_replaced=False).is_final
+
+
+def test_restarted_container_is_another_incarnation_and_ipv6_has_brackets() -> None:
+    first = pod(container=RUNNING, conditions=READY)
+    again = pod(container={**RUNNING, "restartCount": 1}, conditions=READY, podIP="fd00::7")
+    assert pods.incarnation_of(first) != pods.incarnation_of(again)
+    assert pods.replica_of(again, "trainers", 1, 1).address == "tcp://[fd00::7]:1"
+
+
+@pytest.mark.parametrize(
+    ("meta", "rank_label", "index"),
+    [
+        ({"name": "a-12"}, None, 12),
+        ({"name": "a", "labels": {"batch.kubernetes.io/job-completion-index": "3"}}, None, 3),
+        ({"name": "a-x7k2p", "annotations": {"batch.kubernetes.io/job-completion-index": "4"}}, None, 4),
+        ({"name": "a-worker-9", "labels": {"training.kubeflow.org/replica-index": "5"}}, None, 5),
+        ({"name": "a-0", "labels": {"volcano.sh/task-index": "6"}}, None, 6),
+        ({"name": "a-0", "labels": {"rank": "7"}}, "rank", 7),
+        ({"name": "a-0"}, "rank", None),
+        ({"name": "a-x7k2p"}, None, None),
+    ],
+)
+def test_index_of_a_pod(meta: dict[str, Any], rank_label: str | None, index: int | None) -> None:
+    assert pods.index_of({"metadata": meta}, rank_label) == index
+
+
+def test_only_pods_of_lost_nodes_are_stuck_after_their_grace_period() -> None:
+    now = datetime(2026, 1, 1, 0, 0, 30, tzinfo=timezone.utc)
+    lost = {"container": RUNNING, "conditions": {"Ready": "False"}}
+    assert pods.is_stuck(pod(**lost, deleted="2026-01-01T00:00:29Z"), now)
+    assert not pods.is_stuck(pod(**lost, deleted="2026-01-01T00:00:31Z"), now)
+    assert not pods.is_stuck(pod(**lost), now)
+    assert not pods.is_stuck(pod(container=RUNNING, conditions=READY, deleted=PAST), now)
