@@ -12,6 +12,8 @@ SECONDS ?= 300
 COUNT ?= 200
 # make test-rdma: pytest's mark expression. CI leaves out slow tests.
 VERBS ?= verbs
+# make test-k8s: pytest's mark expression. CI leaves out nightly tests.
+K8S ?= k8s
 # make wheels: Python releases and platforms. Example with one wheel: make wheels PYTHONS=3.11 PLATFORMS=linux-x86_64.
 PYTHONS ?= 3.10 3.11 3.12 3.13 3.14 3.14t 3.15
 PLATFORMS ?= linux-x86_64 linux-aarch64 macos-arm64
@@ -109,7 +111,7 @@ test-k8s: $(STAMP)  ## KubernetesJob on a real control plane, which it builds on
 	@rc=0; tools/k8s_control_plane.sh --prepare || rc=$$?; \
 	if [ $$rc = 3 ]; then echo; echo "######## SKIPPED: make test-k8s. NOT ONE TEST ON KUBERNETES HAS RUN; the reason is above ########"; echo; exit 0; fi; \
 	[ $$rc = 0 ] || exit $$rc; \
-	$(BIN)/python -m pytest --color=no -m k8s --durations=10 tests/k8s
+	$(BIN)/python -m pytest --color=no -m "$(K8S)" --durations=10 tests/k8s
 
 # tools/torch_table.py defines the areas: process groups, commands, actors, hosts and registered memory, and from torch
 # 2.11 on the controller. Results are in docs/reference/torch-results, and their table in
