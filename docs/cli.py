@@ -25,7 +25,7 @@ def help_of(command: str) -> str:
 
 def commands() -> list[str]:
     """Return the names of all commands, from the program's own help."""
-    return re.findall(r"^    ([a-z-]+)(?: |$)", help_of(""), re.MULTILINE)
+    return re.findall(r"^    ([a-z0-9-]+)(?: |$)", help_of(""), re.MULTILINE)
 
 
 def with_help(text: str) -> str:

@@ -30,6 +30,7 @@ INSIDE, CONTROL, NODES, OUTSIDE = range(4)
 """Hosts: of programs in the pod network, of the control plane, of the kubelet, of programs outside the cluster."""
 PORT = 6443
 START_TIMEOUT_S = 60.0
+_END_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 ADMIN, USER = "admin-token", "user-token"
 USER_NAME = "monarch-test"
 """The user that has the rights of deploy/k8s/role.yaml and no others."""
@@ -42,7 +43,7 @@ def refusal() -> str:
         return reason
     if shutil.which("etcd") is None or not _programs():
         return f"there is no control plane: `{TOOL.relative_to(ROOT)} --prepare` builds it once, in minutes"
-    if missing := [tool for tool in ("unshare", "openssl") if shutil.which(tool) is None]:
+    if missing := [tool for tool in ("unshare", "openssl", "setpriv") if shutil.which(tool) is None]:
         return f"{' and '.join(missing)} not found"
     return ""
 
@@ -130,7 +131,7 @@ class Cluster:
     def _run(self, name: str, *words: str) -> None:
         with open(self.folder / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(
-                self.where.command(CONTROL, *words), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self.where.command(CONTROL, *_END_WITH_US, *words), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         KEPT_PIDS.add(self.processes[name].pid)  # a test may restart it
 
@@ -157,7 +158,11 @@ class Cluster:
         pods = self.folder / "pods"
         pods.mkdir()
         bin_folder = Path(sys.executable).parent
-        environment = {"PYTHONPATH": str(ROOT), "PATH": f"{bin_folder}:{os.environ['PATH']}", "HOME": "/tmp"}
+        environment = {
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "HOME": "/tmp",
+        }
         plan = {
             "server": self.server, "token": ADMIN, "address": self.where.address(NODES), "switch": self.where.pids[-1],
             "nodes": nodes, "network": "198.18.0", "first": 30, "last": 250, "folder": str(pods),
@@ -165,7 +170,7 @@ class Cluster:
         }  # fmt: skip
         with open(self.folder / "kubelet.log", "ab") as log:
             # Only the network is the host's: the mounts that it makes for pods are of the pods.
-            command = ["nsenter", f"--net=/proc/{self.where.pids[NODES]}/ns/net", sys.executable, "-m"]
+            command = [*_END_WITH_US, "nsenter", f"--net=/proc/{self.where.pids[NODES]}/ns/net", sys.executable, "-m"]
             self.processes["kubelet"] = subprocess.Popen(
                 [*command, "tests.k8s.kubelet"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
             )

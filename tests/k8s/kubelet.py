@@ -4,8 +4,12 @@ It registers nodes, sends their heartbeats, and runs the first container of each
 pod has its own network, processes, hostname, mounts and /tmp, and the machine's other files in place of an image.
 Images whose name contains "missing" cannot be pulled. Logs and port-forwarding are served over HTTPS.
 
-`python -m tests.k8s.kubelet` with a JSON object on its first line of input. Each further line is a command:
-``crash NODE`` (its heartbeats and pods end, silently for their peers), ``start NODE``. It needs no package.
+`python -m tests.k8s.kubelet` reads a JSON object on its first line of input. Each further line is a command:
+
+- ``crash NODE``: its heartbeats and pods end, silently for their peers; ``start NODE``
+- ``cut POD``: no network for CUT_S seconds
+- ``oom POD``: its container ends as without memory
+- ``kill POD``: SIGKILL for its youngest process
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ Json = dict[str, Any]
 POLL_S = 0.2
 HEARTBEAT_S = 1.0
 PROBE_S = 0.5
+READY_PROBE_S = 1.5
+MAX_FAILED_PROBES = 2
+CUT_S = 6.0
 FIRST_PORT = 10250
 
 # Enter the pod: hostname, /tmp, the files of volumes. Then wait until the network is there.
@@ -119,7 +126,7 @@ class Pod:
         self.restarts, self.started, self.exit_code, self.began = 0, 0.0, 0, now()
         self.ended_at: float | None = None
         self.deadline: float | None = None  # of the grace period
-        self.is_ready, self.probed = False, 0.0
+        self.is_ready, self.probed, self.failed_probes = False, 0.0, 0
         self.problem: tuple[str, str] | None = None  # reason and message of a container that cannot start
         self.killed_for = ""  # reason of an end, such as OOMKilled
         self.sent = ""
@@ -142,6 +149,18 @@ class Pod:
             else:
                 [child] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
                 os.kill(int(child), number)
+
+    def kill_worker(self) -> None:
+        """Kill the process of the pod that was started last."""
+        assert self.process is not None
+        [first] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        home = os.readlink(f"/proc/{first}/ns/pid")
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(folder / "ns/pid") == home:
+                    found.append((int((folder / "stat").read_text().rpartition(")")[2].split()[19]), int(folder.name)))
+        os.kill(max(found)[1], signal.SIGKILL)
 
 
 class Kubelet:
@@ -203,6 +222,15 @@ class Kubelet:
                     pod.end(signal.SIGKILL)
             elif what == "start":
                 self.crashed.discard(node)
+            elif what in ("cut", "kill"):
+                [pod] = [each for each in self.pods.values() if each.name == node]
+                if what == "cut":
+                    self._ip(f"link set {self._link(pod)} down")
+                    heal = threading.Timer(CUT_S, self._ip, [f"link set {self._link(pod)} up"])
+                    heal.daemon = True
+                    heal.start()
+                else:
+                    pod.kill_worker()
             elif what == "oom":  # the container's processes end as the kernel ends them, with this reason
                 for pod in self.pods.values():
                     if pod.name == node:
@@ -360,15 +388,18 @@ class Kubelet:
 
     def _probe(self, pod: Pod) -> None:
         probe = pod.container.get("readinessProbe", {}).get("tcpSocket")
-        if not pod.is_alive or pod.is_ready:
+        if not pod.is_alive or (probe is None and pod.is_ready):
             return
         if probe is None:
             pod.is_ready = True
-        elif time.monotonic() - pod.probed > PROBE_S:
+        elif time.monotonic() - pod.probed > (READY_PROBE_S if pod.is_ready else PROBE_S):
             pod.probed = time.monotonic()
-            with contextlib.suppress(OSError):
+            try:
                 socket.create_connection((pod.address, int(probe["port"])), 0.3).close()
-                pod.is_ready = True
+                pod.is_ready, pod.failed_probes = True, 0
+            except OSError:
+                pod.failed_probes += 1
+                pod.is_ready = pod.is_ready and pod.failed_probes < MAX_FAILED_PROBES
 
     def _report(self, pod: Pod) -> None:
         self._probe(pod)

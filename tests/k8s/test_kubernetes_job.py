@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monarch_backend.cli import main
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, JobError, KubernetesJob
 from tests.job.support import Where
@@ -142,3 +144,31 @@ def test_two_jobs_in_a_namespace_are_independent_and_strangers_are_refused(place
     assert found["states"] == ["trainers[0]: up"]
     [refusal] = found["refusals"]
     assert "secret" in refusal
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(["k8s", *words])
+    return code, out.getvalue(), error.getvalue()
+
+
+def use_commands(kubeconfig: str, folder: Path) -> list[tuple[int, str, str]]:
+    with ended(job_of(kubeconfig, folder).add_mesh("trainers", 1, image=IMAGE)) as job:
+        job.apply(READY_S)
+        return [
+            command("doctor", "--kubeconfig", kubeconfig),
+            command("doctor", "--kubeconfig", kubeconfig, "--namespace", "default"),
+            command("doctor", "--kubeconfig", kubeconfig, "--context", "none"),
+            command("logs", str(job.path)),
+            command("logs", str(job.path), "--host", "trainers[7]"),
+        ]
+
+
+def test_commands_print_permissions_and_logs(place: Place) -> None:
+    allowed, refused, unknown, logs, no_host = place.run(use_commands)
+    assert allowed[0] == 0 and "v1.20.2" in allowed[1] and " no" not in allowed[1], allowed
+    assert refused[0] == 1 and "create apps:statefulsets  " in refused[1] and "deploy/k8s/role.yaml" in refused[2]
+    assert unknown[0] == 1 and "none" in unknown[2]
+    assert logs[0] == 0 and "trainers[0]: monarch_backend: this host is up: tcp://0.0.0.0:26600" in logs[1]
+    assert no_host[0] == 1 and "no host trainers[7]" in no_host[2]

@@ -1,0 +1,94 @@
+"""examples/kubernetes_train.py on the test cluster: training through faults and changes of the number of pods."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import monarch_backend.actor
+from monarch_backend.actor import this_host
+from tests.k8s.cluster import ADMIN, ROOT, Cluster
+from tests.k8s.conftest import Place
+from tests.k8s.kubelet import Api
+from tests.k8s.test_kubernetes_job import IMAGE, READY_S, ended, job_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.k8s]
+
+STEPS = 50
+
+
+class Faults:
+    """What happens to the pods of a run after which step."""
+
+    def __init__(self, kube: Cluster, namespace: str) -> None:
+        self._kube, self._namespace = kube, namespace
+        self.done: list[str] = []
+        self.crashed = ""
+
+    def __call__(self, run: Any, step: int) -> None:
+        fault = {6: "kill", 12: "delete", 18: "cut", 24: "crash", 30: "heal"}.get(step)
+        if fault is not None and fault not in self.done:
+            self.done.append(fault)
+            getattr(self, fault)(run.job.status())
+
+    def _pod(self, statuses: Any, index: int) -> str:
+        return str(statuses[index].log.split()[1])
+
+    def kill(self, statuses: Any) -> None:
+        self._kube.tell_kubelet(f"kill {self._pod(statuses, 1)}")
+
+    def delete(self, statuses: Any) -> None:
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{self._pod(statuses, 2)}"
+        Api(self._kube.server, ADMIN)("DELETE", path)
+
+    def cut(self, statuses: Any) -> None:
+        self._kube.tell_kubelet(f"cut {self._pod(statuses, 3)}")
+
+    def crash(self, statuses: Any) -> None:
+        self.crashed = statuses[0].log.rpartition(" ")[2]
+        self._kube.tell_kubelet(f"crash {self.crashed}")
+
+    def heal(self, statuses: Any) -> None:
+        self._kube.tell_kubelet(f"start {self.crashed}")
+
+
+def train(kubeconfig: str, folder: Path, kube: Cluster, namespace: str) -> dict[str, Any]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import kubernetes_train
+
+    monarch_backend.actor.unhandled_fault_hook = lambda failure: None
+    job = job_of(kubeconfig, folder, "lm", force_delete=True)
+    job.add_mesh("trainers", 4, image=IMAGE, grace_period=1)
+    with ended(job):
+        job.apply(READY_S)
+        run = kubernetes_train.Run(job, STEPS, sizes={34: 2, 38: 4, 44: 3})
+        faults = Faults(kube, namespace)
+        run.train(faults)
+        return {"losses": run.losses, "failures": run.failures, "recoveries": run.recoveries, "done": faults.done}
+
+
+def train_undisturbed() -> dict[int, float]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import kubernetes_train
+
+    procs = this_host().spawn_procs({"hosts": 1})
+    procs.process_group().get()
+    trainers = procs.spawn("trainers", kubernetes_train.Trainer, 0, None)
+    return {step: next(iter(trainers.train.call(step).get(60).values())) for step in range(STEPS)}
+
+
+def test_training_goes_on_through_faults_and_resizes_with_the_same_losses(place: Place) -> None:
+    kube = place.kube
+    try:
+        found = place.run(train, kube, place.namespace, timeout=400)
+    finally:
+        for node in ("n0", "n1", "n2"):
+            kube.tell_kubelet(f"start {node}")
+        kube.until(lambda: len(kube.ready_nodes()) == 3, "the crashed node to return")
+    print("\n".join(found["failures"]), [f"{seconds:.1f} s" for seconds in found["recoveries"]])
+    assert found["done"] == ["kill", "delete", "cut", "crash", "heal"] and len(found["recoveries"]) >= 4
+    expected = kube.run(train_undisturbed)
+    assert found["losses"] == pytest.approx(expected, rel=1e-3)
