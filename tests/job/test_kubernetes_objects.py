@@ -101,6 +101,7 @@ def test_pod_template_keeps_its_fields_and_gets_the_host() -> None:
         ({"replicas": 0, "image": IMAGE}, "1 or more"),
         ({"replicas": 1}, "either an image or a pod_template"),
         ({"replicas": 1, "image": IMAGE, "pod_template": {}}, "either an image or a pod_template"),
+        ({"replicas": 1, "image": IMAGE, "notice": 30}, "not shorter than grace_period=30"),
         ({"replicas": 1, "pod_template": {"spec": {}}}, "has no containers"),
         ({"replicas": 1, "pod_template": {"spec": {"containers": [{"name": "x"}]}}}, "has no image"),
     ],
@@ -258,6 +259,15 @@ def test_state_of_a_pod_has_the_reason_of_kubernetes(
     assert (found.state, found.is_final) == (state, is_final)
     assert found.reason.startswith(reason) and bool(found.reason) == bool(reason)
     assert found.address == ("tcp://10.0.0.7:26600" if state == "up" else "")
+
+
+def test_deleted_pod_with_notice_is_ending_while_it_listens() -> None:
+    given = pod(container=RUNNING, conditions={**READY, "DisruptionTarget": PREEMPTED}, deleted=PAST)
+    given["spec"]["containers"] = [{"name": "monarch", "lifecycle": {"preStop": {"exec": {"command": ["sleep"]}}}}]
+    found = pods.replica_of(given, "trainers", 1, 26600)
+    assert (found.state, found.address) == ("ending", "tcp://10.0.0.7:26600")
+    given["status"]["conditions"][0]["status"] = "False"
+    assert pods.replica_of(given, "trainers", 1, 26600).state == "gone"
 
 
 def test_pods_of_others_that_have_ended_are_final() -> None:

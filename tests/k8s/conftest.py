@@ -25,13 +25,13 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def permissions() -> list[dict[str, Any]]:
-    """Return the objects of deploy/k8s, with the tests' user as the subject of the binding."""
+    """Return the objects of deploy/k8s, with the tests' user as a further subject of the binding."""
     found = []
     for path in sorted(ROOT.glob("deploy/k8s/*.yaml")):
         for each in yaml.safe_load_all(path.read_text()):
             if each["kind"] == "RoleBinding":
                 group = each["roleRef"]["apiGroup"]
-                each["subjects"] = [{"kind": "User", "name": USER_NAME, "apiGroup": group}]
+                each["subjects"].append({"kind": "User", "name": USER_NAME, "apiGroup": group})
             found.append(each)
     return found
 

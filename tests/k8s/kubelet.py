@@ -125,7 +125,8 @@ class Pod:
         self.process: subprocess.Popen[bytes] | None = None
         self.restarts, self.started, self.exit_code, self.began = 0, 0.0, 0, now()
         self.ended_at: float | None = None
-        self.deadline: float | None = None  # of the grace period
+        self.asked, self.is_ending = 0.0, False  # when its deletion was first seen; whether it had SIGTERM
+        self.hook: subprocess.Popen[bytes] | None = None
         self.is_ready, self.probed, self.failed_probes = False, 0.0, 0
         self.problem: tuple[str, str] | None = None  # reason and message of a container that cannot start
         self.killed_for = ""  # reason of an end, such as OOMKilled
@@ -149,6 +150,13 @@ class Pod:
             else:
                 [child] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
                 os.kill(int(child), number)
+
+    def hook_has_ended(self) -> bool:
+        """Start the command of the container's preStop hook at the first call. Return whether it is over."""
+        command = self.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+        if command and self.hook is None:
+            self.hook = subprocess.Popen(command)  # a plain `sleep`, which needs nothing of the pod
+        return self.hook is None or self.hook.poll() is not None
 
     def kill_worker(self) -> None:
         """Kill the process of the pod that was started last."""
@@ -265,10 +273,12 @@ class Kubelet:
         pod, meta = self.pods.get(uid), spec["metadata"]
         if "deletionTimestamp" in meta:
             if pod is not None and pod.is_alive:
-                if pod.deadline is None:
-                    pod.deadline = time.monotonic() + meta.get("deletionGracePeriodSeconds", 30)
+                pod.asked = pod.asked or time.monotonic()
+                deadline = pod.asked + meta.get("deletionGracePeriodSeconds", 30)  # may become shorter
+                if not pod.is_ending and (pod.hook_has_ended() or time.monotonic() > deadline - 1):
+                    pod.is_ending, pod.is_ready = True, False
                     pod.end(signal.SIGTERM)
-                elif time.monotonic() > pod.deadline:
+                elif time.monotonic() > deadline:
                     pod.end(signal.SIGKILL)
                 return
             self._drop(uid)
@@ -455,8 +465,10 @@ class Kubelet:
     def _drop(self, uid: str) -> None:
         if (pod := self.pods.pop(uid, None)) is not None:
             pod.end(signal.SIGKILL)
-            if pod.process is not None:
-                pod.process.wait()
+            for process in (pod.process, pod.hook):
+                if process is not None:
+                    process.kill()
+                    process.wait()
             shutil.rmtree(pod.folder, ignore_errors=True)
 
     # ---- the API server's requests

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import ctypes
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +15,13 @@ import pytest
 
 import monarch_backend.actor
 from monarch_backend.actor import MeshFailure, SupervisionError
-from monarch_backend.job import Job, JobError
+from monarch_backend.job import Job, JobError, KubernetesJob
 from tests.job.support import Where
 from tests.k8s.cluster import ADMIN, OUTSIDE, USER, Cluster
 from tests.k8s.conftest import Place
 from tests.k8s.kubelet import Api
 from tests.k8s.test_kubernetes_job import IMAGE, READY_S, ended, job_of, names_of_hosts
+from tests.support import hosts as namespaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.k8s]
 
@@ -252,3 +256,61 @@ def test_attached_pods_of_others_are_used_and_not_ended(place: Place) -> None:
     names, states = place.run(attach_pods_of_others)
     assert [name[-1] for name in names] == ["0", "1"]
     assert states == ["workers[0]: up", "workers[1]: up"]
+
+
+def see_a_notice(kubeconfig: str, folder: Path, server: str, namespace: str) -> list[Any]:
+    job = job_of(kubeconfig, folder).add_mesh("trainers", 1, image=IMAGE, grace_period=60, notice=50)
+    with ended(job):
+        job.apply(READY_S)
+        procs = job.state().trainers.spawn_procs({"gpus": 1})
+        actor = procs.spawn("where", Where)
+        name = actor.machine.call_one().get(30)
+        delete_pod(Api(server, ADMIN), namespace, name)
+        ending = next(each for each in job.watch(timeout=30) if each.state != "up")
+        saved = actor.machine.call_one().get(30)  # such as a checkpoint
+        procs.stop().get(30)
+        begun = time.monotonic()
+    return [str(ending), saved == name, time.monotonic() - begun]
+
+
+def test_pod_with_notice_works_on_after_its_deletion_until_the_job_ends(place: Place) -> None:
+    ending, saved, seconds = place.run(see_a_notice, place.kube.server, place.namespace)
+    assert ending == "trainers[0]: ending (the pod is being deleted)" and saved
+    assert seconds < 30  # kill() does not wait for the notice
+
+
+def use_in_cluster(_: str, folder: Path, server: str, token: str, certificate: str) -> list[Any]:
+    secrets = enter_pod_files(folder)
+    for name, text in (
+        ("token", token),
+        ("ca.crt", certificate),
+        ("namespace", folder.joinpath("namespace").read_text()),
+    ):
+        (secrets / name).write_text(text)
+    address = server.removeprefix("https://").split(":")
+    os.environ.update(KUBERNETES_SERVICE_HOST=address[0], KUBERNETES_SERVICE_PORT=address[1])
+    job = KubernetesJob(name="inner", path=folder / "inner.json", in_cluster=True)
+    with ended(job.add_mesh("trainers", 1, image=IMAGE)):
+        job.apply(READY_S)
+        return names_of_hosts(job.state().trainers)
+
+
+def enter_pod_files(folder: Path) -> Path:
+    """Give this process the folder of a pod's service account, for it alone."""
+    namespaces._libc("unshare", namespaces._NEW_NS)
+    namespaces._libc("mount", b"tmpfs", b"/run", b"tmpfs", ctypes.c_ulong(0), None)  # /var/run is a link to it
+    secrets = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+    secrets.mkdir(parents=True)
+    return secrets
+
+
+def test_program_in_the_cluster_uses_its_service_account(place: Place) -> None:
+    def token() -> str:
+        found = place.kube.ask("GET", f"/api/v1/namespaces/{place.namespace}/secrets")["items"]
+        data = [each["data"] for each in found if each["metadata"]["name"].startswith("monarch-backend-token")]
+        return base64.b64decode(data[0]["token"]).decode() if data else ""
+
+    (place.folder / "namespace").write_text(place.namespace)
+    certificate = (place.kube.folder / "pki/api.crt").read_text()
+    [name] = place.run(use_in_cluster, place.kube.server, place.kube.until(token, "the account's token"), certificate)
+    assert name.startswith("inner-")

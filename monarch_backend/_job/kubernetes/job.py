@@ -93,30 +93,33 @@ class KubernetesJob(ScheduledJob):
         node_selector: Mapping[str, str] | None = None, tolerations: Sequence[Mapping[str, Any]] = (),
         priority_class: str | None = None, service_account: str | None = None, scheduler: str | None = None,
         image_pull_policy: str | None = None, image_pull_secrets: Sequence[str] = (),
-        grace_period: int = manifests.GRACE_PERIOD_S,
+        grace_period: int = manifests.GRACE_PERIOD_S, notice: int = 0,
     ) -> Self:  # fmt: skip
         """Add a mesh of ``replicas`` pods, all made from ``image``. Return the job.
 
         The image has this package, of the same version as this program, and a shell. ``resources`` of a pod, such as
         ``{"cpu": 8, "memory": "64Gi", "nvidia.com/gpu": 8}``, are its requests and limits; with the keys "requests" and
         "limits" they differ. ``env`` is added to the pod's environment: do not put secrets into it. ``grace_period``:
-        seconds between SIGTERM and SIGKILL when a pod is deleted. The other arguments are fields of the pod, as
-        Kubernetes describes them.
+        seconds from the deletion of a pod, such as its preemption, to SIGKILL. For the first ``notice`` seconds of
+        these the host goes on, and `watch` reports it as "ending", with the reason. The other arguments are fields of
+        the pod, as Kubernetes describes them.
 
         ``pod_template`` replaces all of these: it is a PodTemplateSpec as a dictionary. Its container named "monarch",
         or its only one, runs the host. The command, the secret, a port and a readiness probe are added to it, unless it
         has its own.
 
         Raises ValueError for an invalid name, fewer than one pod, a mesh that exists, and if not exactly one of
-        ``image`` and ``pod_template`` is given.
+        ``image`` and ``pod_template`` is given. Raises ValueError if ``notice`` is not shorter than ``grace_period``.
         """
         if (image is None) == (pod_template is None):
             raise ValueError(f"mesh {name!r}: give either an image or a pod_template")
+        if notice < 0 or (notice and notice >= grace_period):
+            raise ValueError(f"mesh {name!r}: notice={notice} is not shorter than grace_period={grace_period}")
         if pod_template is not None:
             template = dict(pod_template)
         else:
             template = manifests.pod_template(
-                image or "", resources or {}, env or {}, labels or {}, annotations or {},
+                image or "", resources or {}, env or {}, labels or {}, annotations or {}, notice,
                 nodeSelector=dict(node_selector or {}), tolerations=[dict(each) for each in tolerations],
                 priorityClassName=priority_class, serviceAccountName=service_account, schedulerName=scheduler,
                 imagePullPolicy=image_pull_policy, imagePullSecrets=[{"name": each} for each in image_pull_secrets],
@@ -287,8 +290,16 @@ class KubernetesJob(ScheduledJob):
                 called = manifests.object_name(self.name, file.id, name)
                 api.delete("statefulsets", called)
                 api.delete("services", called)
+        self._end_notices(api, file)
         api.delete("secrets", manifests.object_name(self.name, file.id))
         self._until_gone(api, lambda _: True, file)
+
+    def _end_notices(self, api: Api, file: JobFile) -> None:
+        """Delete pods that would go on for their notice: this end is no surprise."""
+        for pod in api.list("pods", f"{JOB_LABEL}={file.id}")[0]:
+            if pods.has_notice(pod):
+                options = {"gracePeriodSeconds": 1, "preconditions": {"uid": pod["metadata"]["uid"]}}
+                api.delete("pods", pod["metadata"]["name"], options)
 
     def _until_gone(self, api: Api, is_meant: Any, file: JobFile) -> None:
         """Wait until pods have ended. Raises JobError with the others' names."""

@@ -137,9 +137,11 @@ def host_container(spec: Manifest) -> Manifest:
 
 def pod_template(
     image: str, resources: Mapping[str, Any], env: Mapping[str, str], labels: Mapping[str, str],
-    annotations: Mapping[str, str], **fields: Any,
+    annotations: Mapping[str, str], notice: int, **fields: Any,
 ) -> Manifest:  # fmt: skip
     """Return a pod template with one container. ``fields`` are of the pod's specification, as Kubernetes names them.
+
+    ``notice``: seconds for which the pod goes on after its deletion was requested.
 
     ``resources`` with "limits" or "requests" is taken as it is. Other keys are both, as GPUs need them.
     """
@@ -152,6 +154,8 @@ def pod_template(
         container["resources"] = given or {"limits": amounts, "requests": dict(amounts)}
         if given and amounts:
             raise ValueError(f"resources has limits or requests, so {', '.join(amounts)} must be in one of these")
+    if notice:
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(notice)]}}}
     if env:
         container["env"] = [{"name": name, "value": value} for name, value in env.items()]
     meta = {kind: dict(values) for kind, values in (("labels", labels), ("annotations", annotations)) if values}

@@ -59,7 +59,7 @@ def replica_of(pod: Json, mesh: str, index: int, port: int, *, is_replaced: bool
     where = pod["metadata"]["name"]
     node = pod.get("spec", {}).get("nodeName")
     return Replica(
-        mesh, index, state, incarnation_of(pod), where, f"tcp://{address}:{port}" if state == "up" else "",
+        mesh, index, state, incarnation_of(pod), where, f"tcp://{address}:{port}" if state in ("up", "ending") else "",
         f"pod {where}{f' on node {node}' if node else ''}", reason, is_final,
     )  # fmt: skip
 
@@ -69,7 +69,8 @@ def _state_of(pod: Json, is_replaced: bool) -> tuple[str, str, bool]:
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     node = pod.get("spec", {}).get("nodeName", "")
     if meta.get("deletionTimestamp"):
-        return "gone", _why_deleted(pod, conditions, node), False
+        is_ready = conditions.get("Ready", {}).get("status") == "True"
+        return "ending" if is_ready and has_notice(pod) else "gone", _why_deleted(pod, conditions, node), False
     container = _host_status(pod)
     phase = status.get("phase", "Pending")
     if phase in ("Failed", "Succeeded"):
@@ -102,6 +103,11 @@ def is_stuck(pod: Json, now: datetime) -> bool:
     if not until or not _is_unreachable(pod, conditions):
         return False
     return now > datetime.fromisoformat(until.replace("Z", "+00:00"))
+
+
+def has_notice(pod: Json) -> bool:
+    """Return whether the host goes on for a while after the deletion of its pod was requested."""
+    return any("preStop" in (each.get("lifecycle") or {}) for each in pod.get("spec", {}).get("containers", ()))
 
 
 def _host_status(pod: Json) -> Json:
