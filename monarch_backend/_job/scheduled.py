@@ -29,6 +29,8 @@ READY_TIMEOUT_S = 600.0
 POLL_INTERVAL_S = 0.5
 """Seconds between two questions to a scheduler that does not report changes by itself."""
 
+ATTACH_TIMEOUT_S = 15.0
+"""Seconds of one attempt to attach all hosts. Then the scheduler is asked again where they are."""
 REASON_TIMEOUT_S = 2.0
 """Seconds in which a scheduler is asked why a host is lost. The loss is reported then."""
 
@@ -171,10 +173,24 @@ class ScheduledJob(Job):
         Raises JobError as `apply` and `Job.state` do, after ``timeout`` seconds at most.
         """
         until = time.monotonic() + check_bounded(timeout)
-        file = self._read() if options.get("cached_path") is None else None
-        if file is not None and file.submitted:
-            self._wait_until_up(file.id, until)
-        return super().state(max(1.0, until - time.monotonic()), **options)
+        while True:
+            file = self._read() if options.get("cached_path") is None else None
+            if file is not None and file.submitted:
+                self._wait_until_up(file.id, until)
+            begun = time.monotonic()
+            some = max(1.0, min(ATTACH_TIMEOUT_S, until - begun))
+            try:
+                return super().state(some, **options)
+            except JobError:
+                # A scheduler notices a lost host later than this program. Other reasons are known at once, and stay.
+                is_silent = time.monotonic() - begun >= some
+                if time.monotonic() > until or not (is_silent or self._has_changed()):
+                    raise
+
+    def _has_changed(self) -> bool:
+        """Return whether the scheduler's hosts are others than those of the job's file."""
+        file = self._read()
+        return file is not None and [each.entry for each in self._known(file)] != file.hosts
 
     def _attach(self, file: JobFile, name: str, hosts: Sequence[HostEntry], timeout: float) -> HostMesh:
         mesh = super()._attach(file, name, hosts, timeout)
