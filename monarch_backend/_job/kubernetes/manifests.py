@@ -115,9 +115,8 @@ def _with_host(template: Manifest, own: Mapping[str, str], secret_name: str, por
     container.setdefault("ports", []).append({"name": "monarch", "containerPort": port, "protocol": "TCP"})
     container.setdefault("readinessProbe", {"tcpSocket": {"port": port}, "periodSeconds": 2})
     variables = container.setdefault("env", [])
-    for variable, field in (("MONARCH_HOST_NAME", "metadata.name"), ("POD_IP", "status.podIP")):
-        if all(each["name"] != variable for each in variables):
-            variables.append({"name": variable, "valueFrom": {"fieldRef": {"fieldPath": field}}})
+    if all(each["name"] != "MONARCH_HOST_NAME" for each in variables):
+        variables.append({"name": "MONARCH_HOST_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}})
     return made
 
 
