@@ -164,11 +164,11 @@ class Api:
                 raise
 
     def delete(self, resource: str, name: str, options: Json | None = None) -> None:
-        """Delete an object, if it exists."""
+        """Delete an object, if it exists and ``options["preconditions"]`` hold."""
         try:
             self.request("DELETE", self.path(resource, name), options or {"propagationPolicy": "Background"})
         except ApiRefusal as refusal:
-            if refusal.status != 404:
+            if refusal.status not in (404, 409):
                 raise
 
     def wait(self, resource: str, selector: str, version: str, seconds: float) -> None:

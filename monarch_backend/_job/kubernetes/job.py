@@ -7,7 +7,7 @@ import datetime
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -250,7 +250,7 @@ class KubernetesJob(ScheduledJob):
                 tail = api.log(found.where, LOG_LINES, previous=True).strip()
                 return replace(found, reason=f"{found.reason}; its log ends: {' | '.join(tail.splitlines())}")
         if self._settings["force_delete"] and pods.is_stuck(pod, datetime.datetime.now(datetime.timezone.utc)):
-            api.delete("pods", found.where, {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}})
+            _force_delete(api, pod)
         return found
 
     def _why_missing(self, api: Api, file: JobFile, mesh: str) -> tuple[str, bool]:
@@ -301,7 +301,7 @@ class KubernetesJob(ScheduledJob):
                 options = {"gracePeriodSeconds": 1, "preconditions": {"uid": pod["metadata"]["uid"]}}
                 api.delete("pods", pod["metadata"]["name"], options)
 
-    def _until_gone(self, api: Api, is_meant: Any, file: JobFile) -> None:
+    def _until_gone(self, api: Api, is_meant: Callable[[_Json], bool], file: JobFile) -> None:
         """Wait until pods have ended. Raises JobError with the others' names."""
         left: list[_Json] = []
 
@@ -312,7 +312,7 @@ class KubernetesJob(ScheduledJob):
                 now = datetime.datetime.now(datetime.timezone.utc)
                 for pod in left:
                     if pods.is_stuck(pod, now):
-                        api.delete("pods", pod["metadata"]["name"], {"gracePeriodSeconds": 0})
+                        _force_delete(api, pod)
             return not left
 
         grace = [
@@ -356,6 +356,11 @@ class KubernetesJob(ScheduledJob):
         # One pod is the gateway to the others of its mesh, so a mesh of any size needs one connection.
         local = PortForward.to_pod(file.id, self._api(file), hosts[0].where, self._settings["port"])
         return attach(local.address, addresses, name, secret=secret, timeout=timeout)
+
+
+def _force_delete(api: Api, pod: _Json) -> None:
+    options = {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}}
+    api.delete("pods", pod["metadata"]["name"], options)
 
 
 def _count(name: str, replicas: int) -> int:
