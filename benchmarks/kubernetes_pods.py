@@ -1,6 +1,6 @@
 """Time of a KubernetesJob with many pods: until all listen, until they are attached, and until they have ended.
 
-    python benchmarks/kubernetes.py --pods 10 100
+    python benchmarks/kubernetes_pods.py --pods 10 100
 
 The control plane is real, and the pods are processes of this machine (tests/k8s/cluster.py), so the time of their start
 is the processor's. It needs root and `tools/k8s_control_plane.sh --prepare`. `floor` is the start of as many daemons as
