@@ -22,7 +22,7 @@ from monarch_backend.job import Job, JobError, LocalJob, ProcessJob, SPMDJob, SS
 def noted(path: Path, process: Identity, **changes: Any) -> ProcessJob:
     """Return a job whose file has this process as its only host."""
     job = ProcessJob({"trainers": 1}, path=path)
-    file = job._new_file()
+    file = job._new_file(job.path)
     file.hosts = [HostEntry("trainers", 0, "", "tcp://127.0.0.1:1", process, "/tmp/log")]
     state_file.write(path, file)
     if changes:
@@ -211,9 +211,9 @@ def test_bad_arguments(make: Any) -> None:
 def test_loading_makes_the_same_job(tmp_path: Path) -> None:
     job = SSHJob(path=tmp_path / "j.json", user="me", port=22, options=["-v"], env={"A": "b"}, python="python3")
     job.add_mesh("trainers", ["a", "b"], listen="0.0.0.0:7", reach=["10.0.0.1", "::1"]).add_mesh("others", ["a"])
-    state_file.write(job.path, job._new_file())
+    state_file.write(job.path, job._new_file(job.path))
     other = Job.load(job.path)
     assert isinstance(other, SSHJob)
     assert other._plans() == job._plans() and other.path == job.path
     assert [plan.reach for plan in other._plans()] == ["10.0.0.1", "::1", ""]
-    job._forget(job._new_file())
+    job._forget(job._new_file(job.path))
