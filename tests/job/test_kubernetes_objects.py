@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from monarch_backend._job.kubernetes import pods
+from monarch_backend._job.kubernetes.api import Api
 from monarch_backend._job.kubernetes.permissions import NEEDED
 from monarch_backend.cli import main
-from monarch_backend.job import Job, KubernetesJob
+from monarch_backend.job import Job, JobError, KubernetesJob
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "registry.example/train:1"
@@ -305,3 +306,18 @@ def test_only_pods_of_lost_nodes_are_stuck_after_their_grace_period() -> None:
     assert not pods.is_stuck(pod(**lost, deleted="2026-01-01T00:00:31Z"), now)
     assert not pods.is_stuck(pod(**lost), now)
     assert not pods.is_stuck(pod(container=RUNNING, conditions=READY, deleted=PAST), now)
+
+
+def test_log_of_an_unreachable_server_is_an_error_of_the_job(tmp_path: Path) -> None:
+    cluster = {"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    config = {
+        "clusters": [cluster],
+        "contexts": [context],
+        "current-context": "c",
+        "users": [{"name": "u", "user": {}}],
+    }
+    path = tmp_path / "config"
+    path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **config}))
+    with pytest.raises(JobError, match="log of pod-0: the API server can't be reached"):
+        Api(None, str(path), None, False).log("pod-0", 3)

@@ -192,11 +192,17 @@ class Api:
 
     def log(self, pod: str, lines: int, *, previous: bool = False) -> str:
         """Return the last lines of a pod's log. Raises JobError if it cannot be read."""
+        from urllib3.exceptions import HTTPError
+
         query = {"tailLines": str(lines), **({"previous": "true"} if previous else {})}
-        with self._open("GET", f"{self.path('pods', pod)}/log", None, query, "") as answer:
-            if answer.status != 200:
-                raise self._error(answer.status, answer.data, f"log of {pod}")
-            return str(answer.data.decode(errors="replace"))
+        try:
+            with self._open("GET", f"{self.path('pods', pod)}/log", None, query, "") as answer:
+                status, data = answer.status, answer.data
+        except (HTTPError, OSError) as error:
+            raise JobError(f"log of {pod}: the API server can't be reached: {error}") from None
+        if status != 200:
+            raise self._error(status, data, f"log of {pod}")
+        return str(data.decode(errors="replace"))
 
     def port_forward(self, pod: str, port: int) -> Any:
         """Return a new connection to a port of a pod, kubernetes's PortForward."""
