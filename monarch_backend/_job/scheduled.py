@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -167,20 +168,173 @@ class ScheduledJob(Job):
             for plan in self._plans()
         ]
 
-    def state(self, timeout: float = READY_TIMEOUT_S, **options: Any) -> JobState:
+    def state(
+        self, timeout: float = READY_TIMEOUT_S, *, cached_path: str | os.PathLike[str] | None = None
+    ) -> JobState:  # fmt: skip
         """Wait until all hosts listen, and attach them as `Job.state` does. A replaced host has its new address.
 
         Raises JobError as `apply` and `Job.state` do, after ``timeout`` seconds at most.
         """
         until = time.monotonic() + check_bounded(timeout)
+        if cached_path is not None:
+            self.path = Path(cached_path).expanduser().absolute()
+            self.apply(timeout)
         while True:
-            file = self._read() if options.get("cached_path") is None else None
+            file = self._read()
             if file is not None and file.submitted:
                 self._wait_until_up(file.id, until)
             begun = time.monotonic()
             some = max(1.0, min(ATTACH_TIMEOUT_S, until - begun))
             try:
-                return super().state(some, **options)
+                return super().state(some)
+            except JobError:
+                # A scheduler notices a lost host later than this program. Other reasons are known at once, and stay.
+                is_silent = time.monotonic() - begun >= some
+                if time.monotonic() > until or not (is_silent or self._has_changed()):
+                    raise
+
+    def _has_changed(self) -> bool:
+        """Return whether the scheduler's hosts are others than those of the job's file."""
+        file = self._read()
+        return file is not None and [each.entry for each in self._known(file)] != file.hosts
+
+    def _attach(self, file: JobFile, name: str, hosts: Sequence[HostEntry], timeout: float) -> HostMesh:
+        mesh = super()._attach(file, name, hosts, timeout)
+        explain_losses(mesh, [functools.partial(self._why_lost, host) for host in hosts])
+        return mesh
+
+    def status(self) -> HostStatus:
+        return HostStatus(self.mesh, self.index, self.state, self.address, self.log, self.reason)
+
+    @property
+    def entry(self) -> HostEntry:
+        return HostEntry(self.mesh, self.index, self.where, self.address, None, self.log, self.incarnation)
+
+
+class ScheduledJob(Job):
+    """Job whose hosts a scheduler starts. `apply` submits it, and waits until all hosts listen.
+
+    A subclass submits, looks for and removes the whole job in four methods. ``poll_interval_s``: seconds until the
+    scheduler is asked again, if it does not report a change.
+    """
+
+    poll_interval_s: ClassVar[float] = POLL_INTERVAL_S
+
+    # ---- of each kind
+
+    @abstractmethod
+    def _sizes(self) -> Mapping[str, int]:
+        """Return the number of hosts of each mesh."""
+
+    @abstractmethod
+    def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:
+        """Submit the whole job, and return the names that the scheduler has given to it, for `JobFile.submitted`.
+
+        Raises JobError with the scheduler's reason, after it has removed what it has submitted.
+        """
+
+    @abstractmethod
+    def _find(self, file: JobFile) -> Sequence[Replica]:
+        """Return the replicas that the scheduler knows. Raises JobError if it cannot be asked."""
+
+    @abstractmethod
+    def _remove(self, file: JobFile) -> None:
+        """Remove the whole job, and return when its hosts have ended. Raises JobError with the names of the rest."""
+
+    def _scale(self, file: JobFile, mesh: str, count: int) -> None:  # noqa: ARG002
+        """Ask the scheduler for another number of hosts of a mesh."""
+        raise JobError(f"a {type(self).__name__} cannot be resized after it was submitted")
+
+    # ---- of all
+
+    def _plans(self) -> list[Plan]:
+        return [Plan(mesh, index, "", ()) for mesh, count in self._sizes().items() for index in range(count)]
+
+    def apply(self, timeout: float = READY_TIMEOUT_S, *, wait: bool = True) -> None:
+        """Submit the job unless it was submitted before, and return when all hosts listen.
+
+        With ``wait=False`` return after the submission; `state` waits then. What the hosts wait for is logged when it
+        changes, in the scheduler's words.
+
+        Raises JobError, with these reasons, if the job is refused, if a host cannot start, or if not all hosts listen
+        within ``timeout`` seconds. A job that was submitted stays then: `kill` removes it. Raises ValueError for a job
+        without hosts or a negative timeout.
+        """
+        until = time.monotonic() + check_bounded(timeout)
+        if not self._plans():
+            raise ValueError("the job has no hosts: give it some")
+        with state_file.locked(self.path):
+            file = self._own_file()
+            if not file.submitted:
+                self._submit_new(file)
+        if wait:
+            self._wait_until_up(file.id, until)
+
+    def _submit_new(self, file: JobFile) -> None:
+        # The file is written before the job is submitted, and tells by its id what to remove if this program dies now.
+        state_file.write(self.path, file)
+        try:
+            file.submitted = self._submit(file, read_secret(Path(file.secret_file)))
+        except BaseException:
+            self._forget(file)
+            raise
+        state_file.write(self.path, file)
+
+    def _wait_until_up(self, job: str, until: float) -> None:
+        """Wait until all hosts listen, and write their addresses to the file. Meanwhile `kill` can end the job."""
+        logged: list[str] = []
+        while True:
+            file = self._read()
+            if file is None or file.id != job:
+                raise JobError(f"job {self.name!r} was ended while this program waited for its hosts")
+            replicas = self._known(file)
+            waiting = [each for each in replicas if each.state not in ("up", "ending")]
+            if not waiting:
+                break
+            reasons = [str(each.status) for each in waiting]
+            if any(each.is_final for each in waiting):
+                raise JobError(f"job {self.name!r} cannot run: {'; '.join(reasons)}")
+            if time.monotonic() > until:
+                raise JobError(f"job {self.name!r}: not all hosts run in time: {'; '.join(reasons)}")
+            if reasons != logged:
+                logged = reasons
+                log.info("job %s waits: %s", self.name, "; ".join(reasons))
+            self._wait_for_change(min(self.poll_interval_s, max(0.0, until - time.monotonic())))
+        hosts = [each.entry for each in replicas]
+        if hosts != file.hosts:
+            with state_file.locked(self.path):
+                file = self._read()
+                if file is not None and file.id == job:
+                    file.hosts = hosts
+                    state_file.write(self.path, file)
+
+    def _known(self, file: JobFile) -> list[Replica]:
+        """Return a replica for each host of the description, in its order."""
+        found = {(each.mesh, each.index): each for each in self._find(file)}
+        return [
+            found.get((plan.mesh, plan.index), Replica(plan.mesh, plan.index, "pending", reason="not created yet"))
+            for plan in self._plans()
+        ]
+
+    def state(
+        self, timeout: float = READY_TIMEOUT_S, *, cached_path: str | os.PathLike[str] | None = None
+    ) -> JobState:  # fmt: skip
+        """Wait until all hosts listen, and attach them as `Job.state` does. A replaced host has its new address.
+
+        Raises JobError as `apply` and `Job.state` do, after ``timeout`` seconds at most.
+        """
+        until = time.monotonic() + check_bounded(timeout)
+        if cached_path is not None:
+            self.path = Path(cached_path).expanduser().absolute()
+            self.apply(timeout)
+        while True:
+            file = self._read()
+            if file is not None and file.submitted:
+                self._wait_until_up(file.id, until)
+            begun = time.monotonic()
+            some = max(1.0, min(ATTACH_TIMEOUT_S, until - begun))
+            try:
+                return super().state(some)
             except JobError:
                 # A scheduler notices a lost host later than this program. Other reasons are known at once, and stay.
                 is_silent = time.monotonic() - begun >= some
@@ -198,7 +352,14 @@ class ScheduledJob(Job):
         return mesh
 
     def _why_lost(self, host: HostEntry) -> str:
-        """Return the scheduler's reason for the loss of a host. It may notice the loss later than this program."""
+        """Return the scheduler's reason for the loss of a host, in any case within seconds."""
+        try:
+            return within(REASON_TIMEOUT_S + 1.0, lambda: self._ask_why_lost(host), thread_name="monarch-reason")
+        except TimeoutError:
+            return f"{host.where}: the scheduler was asked why, and did not answer within {REASON_TIMEOUT_S + 1:g} s"
+
+    def _ask_why_lost(self, host: HostEntry) -> str:
+        """Return the reason as soon as the scheduler has one. It may notice the loss later than this program."""
         until = time.monotonic() + REASON_TIMEOUT_S
         while True:
             file = self._read()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from monarch_backend._job import state_file
+from monarch_backend._job import scheduled, state_file
 from monarch_backend._job.scheduled import Replica, ScheduledJob
 from monarch_backend._job.state_file import JobFile
 from monarch_backend.job import Job, JobError
@@ -227,3 +227,16 @@ def test_dump_of_a_job_that_does_not_run_starts_it_elsewhere(
     assert not job.active
     copy.kill()
     assert not scheduler.submitted
+
+
+def test_state_of_a_cached_path_keeps_its_timeout_and_the_first_error(
+    job: MemoryJob, scheduler: Scheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduled, "ATTACH_TIMEOUT_S", 0.0)
+    scheduler.states["trainers", 0] = "pending", "the queue is long", False
+    with pytest.raises(JobError, match="not all hosts run in time"):
+        job.state(timeout=0.1, cached_path=tmp_path / "cached.json")
+    assert job.path == tmp_path / "cached.json"
+    scheduler.states["trainers", 0] = "gone", "the image does not exist", True
+    with pytest.raises(JobError, match="cannot run"):
+        job.state(timeout=60, cached_path=tmp_path / "cached.json")
