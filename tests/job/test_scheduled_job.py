@@ -240,3 +240,15 @@ def test_state_of_a_cached_path_keeps_its_timeout_and_the_first_error(
     scheduler.states["trainers", 0] = "gone", "the image does not exist", True
     with pytest.raises(JobError, match="cannot run"):
         job.state(timeout=60, cached_path=tmp_path / "cached.json")
+
+
+def test_loss_is_reported_while_the_scheduler_does_not_answer(
+    job: MemoryJob, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.apply()
+    [host, _] = content(job).hosts
+    answered = threading.Event()
+    monkeypatch.setattr(scheduled, "REASON_TIMEOUT_S", -0.9)
+    monkeypatch.setattr(job, "_find", lambda _: answered.wait(30))
+    assert "pod-0: the scheduler was asked why, and did not answer" in job._why_lost(host)
+    answered.set()
