@@ -55,7 +55,7 @@ def complete(variables: MutableMapping[str, str]) -> str:
         sizes = [int(variables.get(name) or 1) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")]
         if variables.get("SLURM_PROCID") and max(sizes) > 1:
             raise ValueError(
-                "this process runs in the script of a Slurm job, which is no rank: start the program by srun"
+                "this process runs in the script of a Slurm job and is not a rank: start the program by srun"
             )
         return ""
     values = {
@@ -107,7 +107,9 @@ def _of_open_mpi(variables: Mapping[str, str]) -> _Found | None:
 def _of_pmi(variables: Mapping[str, str]) -> _Found | None:
     """Read the variables of MPICH's and Intel's launcher. Those of srun with PMI are not needed."""
     rank, size = variables.get("PMI_RANK"), variables.get("PMI_SIZE", "")
-    if rank is None or rank == variables.get("SLURM_PROCID"):
+    # A task of srun has the same numbers twice. mpiexec under Slurm starts its ranks in tasks with other numbers.
+    is_task = rank == variables.get("SLURM_PROCID") and size in ("", variables.get("SLURM_STEP_NUM_TASKS"))
+    if rank is None or (is_task and variables.get("SLURM_STEP_ID")):
         return None
     local_rank, local_size = variables.get("MPI_LOCALRANKID", ""), variables.get("MPI_LOCALNRANKS", "")
     job = variables.get("PMI_JOBID") or variables.get("PMI_PORT", "")

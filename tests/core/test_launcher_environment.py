@@ -38,6 +38,14 @@ def completed(variables: dict[str, str]) -> tuple[str, list[str | None], str | N
         # mpirun starts a daemon on each node by srun, and its ranks have the variables of that task, too
         ({**SRUN, **MPIRUN}, "Open MPI's mpirun", ["3", "4", "3", "127.0.0.1", None], "4"),
         (HYDRA, "a launcher with PMI", ["1", "2", "0", "a1", None], "1"),
+        # rank 0 of mpiexec, which starts a proxy on each of two nodes by srun, and in a script of sbatch
+        (
+            {**SRUN, **HYDRA, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "PMI_RANK": "0", "PMI_SIZE": "4"},
+            "a launcher with PMI",
+            ["0", "4", "0", "a1", None],
+            "1",
+        ),
+        ({**HYDRA, "SLURM_PROCID": "0", "PMI_RANK": "0"}, "a launcher with PMI", ["0", "2", "0", "a1", None], "1"),
     ],
 )
 def test_recorded_environment_has_the_variables_of_a_rank(
