@@ -299,7 +299,8 @@ class Job:
         timeout = check_bounded(timeout)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"mesh {mesh!r}: {count!r} is not a number of hosts; give 1 or more")
-        if mesh not in (names := list(dict.fromkeys(plan.mesh for plan in self._plans()))):
+        before = [plan.mesh for plan in self._plans()]
+        if mesh not in (names := list(dict.fromkeys(before))):
             raise ValueError(f"the job has no mesh {mesh!r}; it has {', '.join(names) or 'none'}")
         with state_file.locked(self.path):
             file = self._read()
@@ -307,7 +308,11 @@ class Job:
             if file is None:
                 return
             if self._is_submitted(file):
-                self._end_surplus(file, mesh, count)
+                try:
+                    self._end_surplus(file, mesh, count)
+                except BaseException:
+                    self._set_size(mesh, before.count(mesh))  # as in the job's file
+                    raise
             file.description = self._described()
             state_file.write(self.path, file)
             if self._is_submitted(file):

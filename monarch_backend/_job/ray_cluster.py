@@ -126,6 +126,11 @@ class RayJob(ScheduledJob):
     def _sizes(self) -> Mapping[str, int]:
         return self._meshes
 
+    def _set_size(self, mesh: str, count: int) -> None:
+        if self.active:
+            raise JobError("a RayJob cannot be resized while it runs: its placement group has a fixed size")
+        self._meshes[mesh] = count
+
     def _description(self) -> dict[str, Any]:
         return {
             "meshes": self._meshes, "resources_per_host": self._resources, "strategy": self._strategy,

@@ -13,7 +13,7 @@ import pytest
 from monarch_backend._job import scheduled, state_file
 from monarch_backend._job.scheduled import Replica, ScheduledJob
 from monarch_backend._job.state_file import JobFile
-from monarch_backend.job import Job, JobError
+from monarch_backend.job import Job, JobError, RayJob
 
 
 class Scheduler:
@@ -252,3 +252,26 @@ def test_loss_is_reported_while_the_scheduler_does_not_answer(
     monkeypatch.setattr(job, "_find", lambda _: answered.wait(30))
     assert "pod-0: the scheduler was asked why, and did not answer" in job._why_lost(host)
     answered.set()
+
+
+def test_refused_resize_keeps_the_description(job: MemoryJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.apply()
+
+    def refuse(*_: Any) -> None:
+        raise JobError("statefulsets/scale is forbidden")
+
+    monkeypatch.setattr(job, "_scale", refuse)
+    with pytest.raises(JobError, match="is forbidden"):
+        job.resize("trainers", 3)
+    assert job.can_run(Job.load(job.path))
+    job.apply()
+
+
+def test_ray_job_is_resized_only_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = RayJob({"trainers": 2}, path=tmp_path / "job.json")
+    job.resize("trainers", 3)
+    assert len(job.status()) == 3
+    monkeypatch.setattr(RayJob, "_submit", lambda *_: {"placement_group": "g"})
+    job.apply(wait=False)
+    with pytest.raises(JobError, match="its placement group has a fixed size"):
+        job.resize("trainers", 4)
