@@ -80,7 +80,7 @@ def default_path(name: str) -> Path:
 
 
 def read(path: Path) -> JobFile | None:
-    """Return the content; None without a file. Raises JobError if it is no job's file, or other users can access it."""
+    """Return the content; None without a file. Raises JobError if it is another file, or other users can access it."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

@@ -321,3 +321,11 @@ def test_log_of_an_unreachable_server_is_an_error_of_the_job(tmp_path: Path) -> 
     path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **config}))
     with pytest.raises(JobError, match="log of pod-0: the API server can't be reached"):
         Api(None, str(path), None, False).log("pod-0", 3)
+
+
+@pytest.mark.parametrize("content", ["a: [", "- 1", "clusters: 7"])
+def test_kubeconfig_that_is_not_one_is_an_error_of_the_job(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config"
+    path.write_text(content)
+    with pytest.raises(JobError, match="no configuration for Kubernetes"):
+        Api(None, str(path), None, False)

@@ -51,6 +51,7 @@ class Api:
 
     def _load(self) -> tuple[ApiClient, str | None]:
         try:
+            import yaml
             from kubernetes import client, config
         except ImportError as error:
             raise JobError(f"{error}: install the extra, pip install 'monarch_backend[kubernetes]'") from None
@@ -68,6 +69,9 @@ class Api:
                 namespace = chosen["context"].get("namespace")
         except (config.ConfigException, OSError, StopIteration) as error:
             raise JobError(f"no configuration for Kubernetes: {error}") from None
+        except (yaml.YAMLError, TypeError, ValueError, KeyError) as error:
+            where = kubeconfig or "the default kubeconfig"
+            raise JobError(f"no configuration for Kubernetes: {where} is not valid: {error!r}") from None
         configuration.retries = False  # the retries are here
         return client.ApiClient(configuration), namespace
 
@@ -87,7 +91,7 @@ class Api:
             except (HTTPError, OSError) as error:
                 status, data = 0, f"the API server can't be reached: {error}".encode()
             if 200 <= status < 300:
-                return dict(json.loads(data or b"{}"))
+                return self._content(data)
             if status == 401 and not renewed:  # the token may have been replaced in its file
                 renewed = True
                 self.client, _ = self._load()
@@ -99,6 +103,13 @@ class Api:
                 time.sleep(_RETRY_INTERVAL_S)
                 continue
             raise self._error(status, data, f"{method} {path}")
+
+    def _content(self, data: bytes) -> Json:
+        try:
+            return dict(json.loads(data or b"{}"))
+        except (ValueError, TypeError):
+            start = data[:60].decode(errors="replace")
+            raise JobError(f"{self.server} does not answer as a Kubernetes API server: {start!r}") from None
 
     @staticmethod
     def _error(status: int, data: bytes, what: str) -> JobError:
