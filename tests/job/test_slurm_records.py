@@ -124,3 +124,8 @@ def test_other_output_is_refused() -> None:
     assert parse("") == []
     with pytest.raises(KeyError):
         parse('{"errors": []}')
+
+
+def test_exit_code_without_a_signal_is_read() -> None:
+    exit_code = {"return_code": {"set": True, "number": 3}, "signal": None}
+    assert parse(as_json("24.05.1", job_state="FAILED", exit_code=exit_code))[0].exit_code == "3:0"

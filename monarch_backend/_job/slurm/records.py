@@ -98,8 +98,9 @@ def _from_json(fields: Mapping[str, Any]) -> SlurmRecord:
     nodes = fields.get("nodes")
     exit_code: Any = fields.get("exit_code", 0)
     if isinstance(exit_code, Mapping):
+        signal = exit_code.get("signal") or {}
         returned = int(_number(exit_code.get("return_code")))
-        killed = int(_number((exit_code.get("signal") or {}).get("id", exit_code.get("signal", {}).get("signal_id"))))
+        killed = int(_number(signal.get("id", signal.get("signal_id"))))
     else:  # the status of wait(2)
         returned, killed = int(_number(exit_code)) >> 8, int(_number(exit_code)) & 0x7F
     return SlurmRecord(
