@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._job.slurm import commands
+from monarch_backend._job.slurm.job import _sbatch_words
 from monarch_backend.job import Job, JobError, SlurmJob
 
 RUNNING = "JobId=7 JobName=x JobState=RUNNING Reason=None NodeList=n1 EndTime=1795962260 Restarts=0 ExitCode=0:0"
@@ -100,6 +101,20 @@ def test_interrupted_submission_cancels_the_job(
         job.apply()
     assert scancel.read_text().startswith("--name=monarch-interrupted-")
     assert not job.path.exists()
+
+
+def test_options_of_the_users_environment_do_not_hide_jobs(
+    script: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    script("squeue", '[ -z "$SQUEUE_PARTITION" ] && echo 42')
+    assert commands.find_by_name("x") == 42
+
+
+def test_mesh_can_have_no_gpus() -> None:
+    job = SlurmJob(gpus_per_node=8).add_mesh("trainers", 1).add_mesh("loaders", 1, gpus_per_node=0)
+    words = [_sbatch_words(resources) for resources, _ in job._groups()]
+    assert words == [["--gres=gpu:8"], []]
 
 
 @pytest.mark.parametrize(

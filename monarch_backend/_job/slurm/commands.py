@@ -19,8 +19,8 @@ OUTAGE_TIMEOUT_S = 60.0
 _OUTAGE = re.compile(r"Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes were trans")
 _UNKNOWN_JOB = re.compile(r"Invalid job id|No job found|Invalid job array")
 
-# Variables that change what the commands print.
-_FORMATS = re.compile(r"S(QUEUE|CONTROL|INFO|LURM)_(FORMAT2?|TIME_FORMAT|ALL|STATES|JSON|YAML)")
+# Variables that change what the commands print, which jobs they find, and when they return.
+_OPTIONS = re.compile(r"(SQUEUE|SCONTROL|SINFO|SCANCEL)_\w+|SLURM_(TIME_FORMAT|JSON|YAML)|SBATCH_WAIT")
 
 
 class _CommandError(JobError):
@@ -29,7 +29,7 @@ class _CommandError(JobError):
 
 def environment() -> dict[str, str]:
     """Return the environment for commands whose output is read. Times are printed in seconds since 1970."""
-    kept = {name: value for name, value in os.environ.items() if not _FORMATS.fullmatch(name)}
+    kept = {name: value for name, value in os.environ.items() if not _OPTIONS.fullmatch(name)}
     return {**kept, "SLURM_TIME_FORMAT": "%s"}
 
 
@@ -122,7 +122,7 @@ def drained_nodes(nodes: str) -> dict[str, str]:
 
 
 def cancel(what: str) -> None:
-    """Cancel a job or a step. One that has ended already is no error. Raises JobError."""
+    """Cancel a job or a step. Do nothing if it has ended already. Raises JobError."""
     try:
         run(["scancel", what])
     except _CommandError as error:

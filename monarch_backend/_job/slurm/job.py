@@ -53,8 +53,9 @@ class SlurmJob(ScheduledJob):
     Slurm may start the job again after a failure of a node; without it the job ends then.
 
     ``setup`` is shell code that runs on the first node before the hosts start, such as "module load cuda". ``env`` is
-    added to the environment. ``python`` runs on the nodes, by default the path of this one. ``listen`` is the address
-    for connections, with the node's name for "{node}": "{node}-ib:0" for names on another network.
+    added to the environment. The stored script has it, so do not put secrets into it. ``python`` runs on the nodes, by
+    default the path of this one. ``listen`` is the address for connections, with the node's name for "{node}":
+    "{node}-ib:0" for names on another network.
 
     ``in_allocation=True``: use the allocation of salloc or sbatch in which this program runs, and submit nothing.
     ``tether``: the hosts end when no controller has been attached for that many seconds, for example because it has
@@ -381,7 +382,7 @@ def _sbatch_words(resources: Mapping[str, Any]) -> list[str]:
         ("partition", resources["partition"]), ("account", resources["account"]), ("qos", resources["qos"]),
         ("time", resources["time"]), ("constraint", resources["constraint"]), ("mem", resources["memory_per_node"]),
         ("cpus-per-task", resources["cpus_per_node"]),
-        ("gres", resources["gpus_per_node"] and f"gpu:{resources['gpus_per_node']}"),
+        ("gres", f"gpu:{resources['gpus_per_node']}" if resources["gpus_per_node"] else None),
     ):  # fmt: skip
         words += [] if value is None else [f"--{option}={value}"]
     return [*words, *(["--exclusive"] if resources["exclusive"] else []), *resources["options"]]
