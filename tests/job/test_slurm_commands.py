@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from monarch_backend._job.slurm import commands
 from monarch_backend._job.slurm.job import _sbatch_words
+from monarch_backend._job.slurm.node import Report, read_reports, report_path
+from monarch_backend._transport.network.auth import write_private
 from monarch_backend.job import Job, JobError, SlurmJob
 
 RUNNING = "JobId=7 JobName=x JobState=RUNNING Reason=None NodeList=n1 EndTime=1795962260 Restarts=0 ExitCode=0:0"
@@ -101,6 +106,25 @@ def test_interrupted_submission_cancels_the_job(
         job.apply()
     assert scancel.read_text().startswith("--name=monarch-interrupted-")
     assert not job.path.exists()
+
+
+LATE = """
+import os, sys
+from monarch_backend._job.slurm import node
+os.environ.update(SLURM_JOB_ID="7", SLURM_PROCID="0", SLURMD_NODENAME="n1")
+node.address_of = lambda *_: ""
+node._run_host = lambda *_: 0
+words = ["--folder", sys.argv[1], "--secret-file", "s", "--meshes", "trainers=1", "--listen", "{node}:0"]
+sys.exit(node.main(words))
+"""
+
+
+@pytest.mark.parametrize(("start", "ended"), [("7.0", "its daemon has ended with 0"), ("7.1", "")])
+def test_end_of_an_earlier_start_keeps_the_report_of_the_present_one(tmp_path: Path, start: str, ended: str) -> None:
+    write_private(report_path(tmp_path, "trainers", 0), msgspec.json.encode(Report(start, "n2", "tcp://n2:1")))
+    subprocess.run([sys.executable, "-c", LATE, str(tmp_path)], check=True, timeout=60)
+    report = read_reports(tmp_path)["trainers", 0]
+    assert (report.start, report.ended) == (start, ended)
 
 
 def test_options_of_the_users_environment_do_not_hide_jobs(

@@ -122,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             os._exit(code)
     code = _wait(child)
     report.ended = f"its daemon has ended with {code}" if code >= 0 else f"its daemon was killed by signal {-code}"
-    if path.parent.is_dir():
+    current = read_reports(args.folder).get((mesh, index))
+    # A node that was lost may end its host after another node has started it again.
+    if path.parent.is_dir() and (current is None or current.start == report.start):
         write()
     return 0
 
