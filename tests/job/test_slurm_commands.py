@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from monarch_backend._core.state import make_private
 from monarch_backend._job.slurm import commands
 from monarch_backend._job.slurm.job import _sbatch_words
 from monarch_backend._job.slurm.node import Report, read_reports, report_path
@@ -84,8 +87,13 @@ def test_job_that_was_submitted_by_a_killed_program_is_found_by_its_name(
     sbatch = script("sbatch", "echo 43")
     job = SlurmJob(name="killed", path=tmp_path / "job.json").add_mesh("trainers", 1)
     job.dump(job.path)
+    make_private(tmp_path / "job.slurm")
+    write_private(report_path(tmp_path / "job.slurm", "trainers", 0), msgspec.json.encode(Report("42.0", "n1")))
     job.apply(wait=False)
     assert not sbatch.exists()
+    assert read_reports(tmp_path / "job.slurm")
+    job.dump(tmp_path / "copies.json")
+    assert Job.load(tmp_path / "copies.json")._folder == tmp_path / "job.slurm"  # type: ignore[attr-defined]
     Job.load(job.path).kill()
     assert scancel.read_text() == "42\n"
     assert "--name=monarch-killed-" in squeue.read_text()
@@ -106,6 +114,42 @@ def test_interrupted_submission_cancels_the_job(
         job.apply()
     assert scancel.read_text().startswith("--name=monarch-interrupted-")
     assert not job.path.exists()
+
+
+@pytest.fixture
+def allocation(script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
+    script("srun", "exec sleep 60")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    monkeypatch.delenv("SLURM_HET_SIZE", raising=False)
+    return SlurmJob(path=tmp_path / "job.json", in_allocation=True).add_mesh("trainers", 1)
+
+
+def test_interrupted_start_of_a_step_ends_srun(allocation: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def interrupted(*_: Any) -> None:
+        if allocation._steps:
+            started.extend(allocation._steps)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "find_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        allocation.apply()
+    assert [each.poll() for each in started] == [-signal.SIGTERM]
+    assert not allocation.path.exists()
+
+
+def test_step_of_a_killed_program_is_found_by_its_name(
+    script: Callable[[str, str], Path], allocation: SlurmJob, tmp_path: Path
+) -> None:
+    """The job's file is written before srun is called, and has no number of the step yet."""
+    allocation.dump(allocation.path)
+    name = f"monarch-job-{json.loads(allocation.path.read_bytes())['id']}"
+    script("squeue", f'[ -e {tmp_path}/cancelled ] || echo "7.3|{name}"')
+    scancel = script("scancel", f": > {tmp_path}/cancelled")
+    Job.load(allocation.path).kill()
+    assert scancel.read_text() == "7.3\n"
 
 
 LATE = """

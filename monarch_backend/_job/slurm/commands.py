@@ -97,10 +97,11 @@ def find_by_name(name: str) -> int | None:
     return int(found[0].partition("+")[0]) if found else None
 
 
-def find_step(number: int, name: str) -> str | None:
-    """Return the step of a job with a name, such as "17.2"; None if it does not run."""
+def find_step(number: int | None, name: str) -> str | None:
+    """Return the step with a name, such as "17.2", of a job or of all jobs of this user; None if it does not run."""
+    where = f"--user={os.geteuid()}" if number is None else f"--jobs={number}"
     try:
-        lines = _ask("squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i|%j").splitlines()
+        lines = _ask("squeue", "--noheader", "--steps", where, "--format=%i|%j").splitlines()
     except _CommandError as error:
         if _UNKNOWN_JOB.search(str(error)):
             return None

@@ -36,6 +36,7 @@ QUERY_INTERVAL_S = 2.0
 """Seconds between two questions to slurmctld while the job waits in the queue."""
 REMOVE_TIMEOUT_S = 120.0
 """Seconds for a cancelled job to end on all nodes. Slurm kills its processes after KillWait, by default 30 s."""
+SRUN_END_TIMEOUT_S = 10.0
 STEP_START_TIMEOUT_S = 30.0
 """Seconds for a step to appear in the allocation of this program."""
 
@@ -168,25 +169,28 @@ class SlurmJob(ScheduledJob):
 
     @property
     def _folder(self) -> Path:
-        return self.path.with_name(f"{self.path.stem}.slurm")
+        """The folder of the submitted job, also where its file is a copy that `dump` has written."""
+        file = self._read()
+        given = None if file is None else file.submitted.get("folder")
+        return self.path.with_name(f"{self.path.stem}.slurm") if given is None else Path(given)
 
     # ---- submission
 
     def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:  # noqa: ARG002
         make_private(self._folder)
-        self._remove_reports()
         name = _slurm_name(file)
         if self._in_allocation:
             return self._start_step(file, name)
         number = commands.find_by_name(name)  # submitted by a program that died before it wrote the number
         if number is None:
+            _remove_reports(self._folder)
             try:
                 number = self._sbatch(file, name)
             except BaseException:  # Ctrl-C, too, after which it may have been submitted
                 with contextlib.suppress(JobError):
                     commands.cancel(f"--name={name}")
                 raise
-        return {"job": number}
+        return {"job": number, "folder": str(self._folder)}
 
     def _sbatch(self, file: JobFile, name: str) -> int:
         words = ["sbatch", "--parsable"]
@@ -236,6 +240,10 @@ class SlurmJob(ScheduledJob):
         there, wanted = int(os.environ.get("SLURM_JOB_NUM_NODES", 0)), sum(meshes.values())
         if wanted > there:
             raise JobError(f"in_allocation: the job has {wanted} hosts, and the allocation {number} has {there} nodes")
+        folder = str(self._folder)
+        if (found := commands.find_step(int(number), name)) is not None:  # of a program that died before it wrote this
+            return {"job": int(number), "step": found, "folder": folder}
+        _remove_reports(self._folder)
         words = self._srun(file, meshes, [f"--jobid={number}", f"--job-name={name}", "--overlap", "--mem=0"])
         kept = {"SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CLUSTERS"}
         environment = {k: v for k, v in os.environ.items() if k in kept or not re.match(r"SLURM_|PMI_|PMIX_", k)}
@@ -246,13 +254,16 @@ class SlurmJob(ScheduledJob):
             )  # fmt: skip
         self._steps.append(step)
         until = time.monotonic() + STEP_START_TIMEOUT_S
-        while (found := commands.find_step(int(number), name)) is None:
-            if step.poll() is not None or time.monotonic() > until:
-                step.kill()
-                step.wait()
-                raise JobError(f"srun could not start the hosts: {self._batch_log() or 'it did not end in time'}")
-            time.sleep(0.1)
-        return {"job": int(number), "step": found}
+        try:
+            while (found := commands.find_step(int(number), name)) is None:
+                if step.poll() is not None or time.monotonic() > until:
+                    raise JobError(f"srun could not start the hosts: {self._batch_log() or 'it did not end in time'}")
+                time.sleep(0.1)
+        except BaseException:  # Ctrl-C, too
+            self._steps.remove(step)
+            _end_srun(step)
+            raise
+        return {"job": int(number), "step": found, "folder": folder}
 
     def _batch_log(self) -> str:
         with contextlib.suppress(OSError):
@@ -334,7 +345,10 @@ class SlurmJob(ScheduledJob):
 
     def _remove(self, file: JobFile) -> None:
         number, step = file.submitted.get("job"), file.submitted.get("step")
-        if number is None:
+        if number is None and self._in_allocation:
+            step = commands.find_step(None, _slurm_name(file))
+            number = None if step is None else int(step.partition(".")[0])
+        elif number is None:
             number = commands.find_by_name(_slurm_name(file))
         if number is None:
             return
@@ -362,13 +376,25 @@ class SlurmJob(ScheduledJob):
         )
 
     def _forget(self, file: JobFile) -> None:
+        folder = self._folder
         super()._forget(file)
-        self._remove_reports()
+        _remove_reports(folder)
 
-    def _remove_reports(self) -> None:
-        """Remove the addresses of hosts. Their logs stay until the next submission under this name."""
-        for mesh, index in read_reports(self._folder):
-            report_path(self._folder, mesh, index).unlink(missing_ok=True)
+
+def _end_srun(step: subprocess.Popen[bytes]) -> None:
+    """End a step by its srun, which passes SIGTERM to the hosts, and return when srun has ended."""
+    step.terminate()
+    try:
+        step.wait(SRUN_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        step.kill()
+        step.wait()
+
+
+def _remove_reports(folder: Path) -> None:
+    """Remove the addresses of hosts. Their logs stay until the next submission under this name."""
+    for mesh, index in read_reports(folder):
+        report_path(folder, mesh, index).unlink(missing_ok=True)
 
 
 def _slurm_name(file: JobFile) -> str:
