@@ -37,6 +37,10 @@ REASON_TIMEOUT_S = 2.0
 """Seconds in which a scheduler is asked why a host is lost. The loss is reported then."""
 
 
+class NotRemovedError(JobError):
+    """A submission has failed, and parts of it may run. The job's file stays, so that `kill` can end them."""
+
+
 @dataclass(frozen=True)
 class Replica:
     """One host as its scheduler sees it. ``state``: one of those of `HostStatus`.
@@ -83,7 +87,8 @@ class ScheduledJob(Job):
     def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:
         """Submit the whole job, and return the names that the scheduler has given to it, for `JobFile.submitted`.
 
-        Raises JobError with the scheduler's reason, after it has removed what it has submitted.
+        Raises JobError with the scheduler's reason, after it has removed what it has submitted. Raises NotRemovedError
+        if it could not remove it.
         """
 
     @abstractmethod
@@ -128,6 +133,8 @@ class ScheduledJob(Job):
         state_file.write(self.path, file)
         try:
             file.submitted = self._submit(file, read_secret(Path(file.secret_file)))
+        except NotRemovedError:
+            raise
         except BaseException:
             self._forget(file)
             raise

@@ -116,6 +116,22 @@ def test_interrupted_submission_cancels_the_job(
     assert not job.path.exists()
 
 
+def test_submission_that_cannot_be_cancelled_stays_for_kill(script: Callable[[str, str], Path], tmp_path: Path) -> None:
+    script("squeue", "")
+    script("sbatch", 'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1')
+    script("scancel", 'echo "scancel: error: Unable to contact slurm controller" >&2; exit 1')
+    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
+    with pytest.raises(JobError, match=r"Socket timed out .* may be submitted: end it with kill\(\)"):
+        job.apply()
+    scancel = script("scancel", "")
+    script("squeue", f"[ -s {scancel} ] || echo 42")
+    scancel.unlink()
+    script("scontrol", f'echo "{RUNNING.replace("RUNNING", "CANCELLED")}"')
+    Job.load(job.path).kill()
+    assert scancel.read_text() == "42\n"
+    assert not job.path.exists()
+
+
 @pytest.fixture
 def allocation(script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
     script("srun", "exec sleep 60")

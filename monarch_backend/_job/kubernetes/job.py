@@ -21,7 +21,7 @@ from monarch_backend._job.kubernetes import manifests, pods
 from monarch_backend._job.kubernetes.api import Api, ApiRefusal, until_true
 from monarch_backend._job.kubernetes.manifests import JOB_LABEL, MESH_LABEL, PORT, Manifest
 from monarch_backend._job.kubernetes.port_forward import PortForward
-from monarch_backend._job.scheduled import Replica, ScheduledJob
+from monarch_backend._job.scheduled import NotRemovedError, Replica, ScheduledJob
 from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
 
@@ -212,13 +212,19 @@ class KubernetesJob(ScheduledJob):
         return self._client
 
     def _submit(self, file: JobFile, secret: bytes) -> _Json:
-        api = self._api()
+        api, created = self._api(), False
         try:
             for manifest in self.manifests(file.id, secret):
                 api.create(manifest)
+                created = True
         except BaseException as error:
-            with contextlib.suppress(JobError):
+            try:
                 self._remove(file)
+            except JobError as left:
+                if created:
+                    raise NotRemovedError(
+                        f"job {self.name!r} is submitted in part: end it with kill() ({error}; not removed: {left})"
+                    ) from error
             if isinstance(error, JobError):
                 raise JobError(f"job {self.name!r} was not accepted in namespace {api.namespace}: {error}") from None
             raise

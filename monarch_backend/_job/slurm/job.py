@@ -26,7 +26,7 @@ from monarch_backend._core.state import make_private
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._job.base import Job, check_mesh_name
 from monarch_backend._job.errors import JobError
-from monarch_backend._job.scheduled import POLL_INTERVAL_S, Replica, ScheduledJob
+from monarch_backend._job.scheduled import POLL_INTERVAL_S, NotRemovedError, Replica, ScheduledJob
 from monarch_backend._job.slurm import commands
 from monarch_backend._job.slurm.node import Report, read_reports, report_path
 from monarch_backend._job.slurm.records import SlurmRecord
@@ -186,9 +186,11 @@ class SlurmJob(ScheduledJob):
             _remove_reports(self._folder)
             try:
                 number = self._sbatch(file, name)
-            except BaseException:  # Ctrl-C, too, after which it may have been submitted
-                with contextlib.suppress(JobError):
+            except BaseException as error:  # Ctrl-C, too, after which it may have been submitted
+                try:
                     commands.cancel(f"--name={name}")
+                except JobError as left:
+                    raise NotRemovedError(f"{error}; {name} may be submitted: end it with kill() ({left})") from error
                 raise
         return {"job": number, "folder": str(self._folder)}
 
