@@ -48,6 +48,7 @@ class KubernetesJob(ScheduledJob):
 
     Kubernetes replaces a pod on a lost node only after the pod is deleted there. With ``force_delete=True`` this
     program deletes such pods after their grace period when it looks for hosts. The lost node must not run them still.
+    Pods that others have started are not deleted.
 
     Needs the extra ``kubernetes``. Raises ValueError for an invalid port or namespace.
 
@@ -255,7 +256,8 @@ class KubernetesJob(ScheduledJob):
             with contextlib.suppress(JobError):
                 tail = api.log(found.where, LOG_LINES, previous=True).strip()
                 return replace(found, reason=f"{found.reason}; its log ends: {' | '.join(tail.splitlines())}")
-        if self._settings["force_delete"] and pods.is_stuck(pod, datetime.datetime.now(datetime.timezone.utc)):
+        now = datetime.datetime.now(datetime.timezone.utc)
+        if self._settings["force_delete"] and "template" in self._meshes[mesh] and pods.is_stuck(pod, now):
             _force_delete(api, pod)
         return found
 
@@ -301,7 +303,7 @@ class KubernetesJob(ScheduledJob):
         self._until_gone(api, lambda _: True, file)
 
     def _end_notices(self, api: Api, file: JobFile) -> None:
-        """Delete pods that would go on for their notice: this end is no surprise."""
+        """Delete pods that would go on for their notice. The program itself ends them, and needs none."""
         for pod in api.list("pods", f"{JOB_LABEL}={file.id}")[0]:
             if pods.has_notice(pod):
                 options = {"gracePeriodSeconds": 1, "preconditions": {"uid": pod["metadata"]["uid"]}}
