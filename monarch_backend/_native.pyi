@@ -188,6 +188,15 @@ class Host:
     def free_control_block(self, control_block: int, /) -> None: ...
     def used(self) -> int: ...
     def size(self) -> int: ...
+    def prefault(self, bytes: int, /) -> None:
+        """Commit the first ``bytes`` of the arena in the background, while a processor is idle. Once.
+
+        Raises RuntimeError if the system allows no further thread.
+        """
+
+    def return_idle_memory(self, seconds: float, /) -> None:
+        """Give memory back to the system that was not used for ``seconds`` to twice that time. 0: never."""
+
     def leave(self) -> None:
         """Tell the peers that this process ends without a failure."""
 

@@ -158,9 +158,16 @@ int processors() {
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+bool run_when_idle() {
+  const sched_param none{};
+  return syscall(SYS_sched_setscheduler, 0, SCHED_IDLE, &none) == 0;  // musl's own function always fails
+}
+
 #else
 
 int open_process(int) { return -1; }
+
+bool run_when_idle() { return false; }
 
 int processors() { return static_cast<int>(std::thread::hardware_concurrency()); }
 

@@ -25,6 +25,9 @@ inline constexpr std::uint64_t unknown_start = 1;  // no process starts so early
 // How many processors this process may use.
 int processors();
 
+// Let the calling thread run only while no other thread wants its processor. Return false if it keeps its priority.
+bool run_when_idle();
+
 // Memory of another process, as process_vm_readv and process_vm_writev; -1 where the system has no such call.
 inline ssize_t read_process(int pid, const iovec* here, std::size_t parts, const iovec* there, std::size_t their_parts) {
 #if defined(MONARCH_PORTABLE)

@@ -28,6 +28,8 @@ int new_shared_memory(std::size_t size) {
 
 void discard_pages(char* start, std::size_t bytes) { madvise(start, bytes, MADV_REMOVE); }
 
+void prefer_huge_pages(char* start, std::size_t bytes) { madvise(start, bytes, MADV_HUGEPAGE); }
+
 #else
 
 // The name exists for a moment only. macOS permits 30 letters, sets the size once, and sets close-on-exec itself.
@@ -51,6 +53,8 @@ int new_shared_memory(std::size_t size) {
 }
 
 void discard_pages(char*, std::size_t) {}
+
+void prefer_huge_pages(char*, std::size_t) {}
 
 #endif
 

@@ -17,4 +17,7 @@ int new_shared_memory(std::size_t size);
 // keeps them, because macOS has no such call for memory that several processes map.
 void discard_pages(char* start, std::size_t bytes);
 
+// Allow huge pages for the given part of a mapping, if the system allows them for shared memory at all.
+void prefer_huge_pages(char* start, std::size_t bytes);
+
 }  // namespace monarch

@@ -15,6 +15,8 @@ namespace monarch {
 
 namespace {
 
+constexpr std::uint64_t step = 2 << 20;  // bytes that are committed or given back at once: a huge page
+
 std::size_t whole(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
@@ -53,6 +55,9 @@ std::uint64_t Arena::allocate(std::size_t bytes) {
       free_.erase(hole);
       if (rest != 0) free_[offset + bytes] = rest;
       taken_[offset] = bytes;
+      used_ = trimmable_ = true;
+      peak_ = std::max(peak_, offset + bytes);
+      committed_ = std::max(committed_, std::min<std::uint64_t>(peak_, warm));
       break;
     }
   }
@@ -66,6 +71,7 @@ void Arena::release(std::uint64_t offset) {
   // What lies beyond the warm part was needed once, not always: the system gets its pages back.
   const std::uint64_t end = offset + entry->second, cold = std::max<std::uint64_t>(offset, warm);
   if (end > cold) discard_pages(mapping_->at(cold), end - cold);
+  trimmable_ = true;
   auto hole = free_.emplace(offset, entry->second).first;
   taken_.erase(entry);
   if (const auto next = std::next(hole); next != free_.end() && hole->first + hole->second == next->first) {
@@ -78,6 +84,50 @@ void Arena::release(std::uint64_t offset) {
       free_.erase(hole);
     }
   }
+}
+
+void Arena::prefault(std::uint64_t bytes, const std::atomic<bool>& stop) {
+  if (is_portable) return;  // pages could not be given back
+  bytes = std::min<std::uint64_t>({whole(bytes, page), warm, mapping_->size()});
+  prefer_huge_pages(mapping_->at(0), bytes);
+  for (std::uint64_t at = 0; at < bytes && !stop;) {
+    for (const std::uint64_t end = std::min<std::uint64_t>(at + step, bytes); at < end; at += page) {
+      // A write fault, and not MADV_POPULATE_WRITE: that holds the lock of the address space, for which other threads
+      // would wait while this one has no processor. The exchange writes what is there, so messages stay intact.
+      char zero = 0;
+      reinterpret_cast<std::atomic<char>*>(mapping_->at(at))->compare_exchange_strong(zero, 0, std::memory_order_relaxed);
+    }
+    const std::lock_guard lock(mutex_);
+    committed_ = std::max(committed_, at);
+    trimmable_ = true;
+  }
+}
+
+void Arena::trim() {
+  std::unique_lock lock(mutex_);
+  const std::uint64_t keep = used_ ? peak_ : 0;
+  trimmable_ = used_;
+  used_ = false;
+  peak_ = taken_.empty() ? 0 : taken_.rbegin()->first + taken_.rbegin()->second;
+  // From the end, in steps: allocations wait for one step at most.
+  for (std::uint64_t end = committed_;;) {
+    auto hole = free_.lower_bound(end);
+    if (hole == free_.begin()) break;
+    --hole;
+    end = std::min(end, hole->first + hole->second);
+    if (end <= keep) break;
+    const std::uint64_t start = std::max({hole->first, keep, (end - 1) / step * step});
+    discard_pages(mapping_->at(start), end - start);
+    end = start;
+    lock.unlock();
+    lock.lock();
+  }
+  committed_ = std::min(committed_, std::max(keep, peak_));
+}
+
+bool Arena::trimmable() const {
+  const std::lock_guard lock(mutex_);
+  return trimmable_;
 }
 
 std::size_t Arena::used() const {

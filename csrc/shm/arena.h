@@ -5,6 +5,7 @@
 // arena has the same meaning in every process that maps it.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -63,10 +64,22 @@ class Arena {
   Mapping& mapping() { return *mapping_; }
   std::size_t used() const;
 
+  // Commit the pages of the first `bytes`, which are allocated first. Contents do not change. Returns early once `stop`.
+  void prefault(std::uint64_t bytes, const std::atomic<bool>& stop);
+  // Give free pages back to the system that no allocation has used since the last call; all free pages if there was no
+  // allocation. For the first half gigabyte, of which `release` keeps the pages.
+  void trim();
+  // Whether a later `trim` may find pages to give back.
+  bool trimmable() const;
+
  private:
   int fd_;
   Mapping* mapping_;
   mutable std::mutex mutex_;
+  std::uint64_t committed_ = 0;  // end of the pages that may be committed
+  std::uint64_t peak_ = 0;       // end of the memory that was allocated at any time since the last trim
+  bool used_ = false;            // an allocation was made since the last trim
+  bool trimmable_ = false;
   std::map<std::uint64_t, std::size_t> free_;  // offset -> bytes
   std::map<std::uint64_t, std::size_t> taken_;
 };

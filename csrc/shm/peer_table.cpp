@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 #include <system_error>
 #include <vector>
 
@@ -128,8 +129,9 @@ Hello Host::hello() {
 
 Host::~Host() {
   leave();
+  ending_ = true;
+  if (prefaulter_.joinable()) prefaulter_.join();
   if (watcher_.joinable()) {
-    ending_ = true;
     wakeup_.wake();
     watcher_.join();
   }
@@ -182,6 +184,7 @@ void Host::abandon() {
   // The watcher does not exist in the child, and its locks may be held for ever: touch neither. Only descriptors
   // matter: a child that kept them would keep a dead parent's links open.
   if (watcher_.joinable()) watcher_.detach();
+  if (prefaulter_.joinable()) prefaulter_.detach();
   if (listener_ >= 0) close(listener_);
   listener_ = -1;
   watched_fds_.close();
@@ -405,11 +408,44 @@ void Host::on_peer_exit(Peer& peer) {
   doorbell().wake();
 }
 
+void Host::prefault(std::uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (bytes == 0 || prefaulter_.joinable()) return;
+  prefaulter_ = std::thread([this, bytes] {
+    begin_native_thread("monarch_memory");
+    run_when_idle();
+    arena_->prefault(bytes, ending_);
+    wakeup_.wake();  // the watcher has memory to give back
+  });
+}
+
+void Host::return_idle_memory(double seconds) {
+  idle_ms_ = static_cast<std::int64_t>(std::clamp(seconds, 0.0, 1e6) * 1e3);
+  wakeup_.wake();
+}
+
+// On the watcher thread. `next` is the time of the next trim; none while the arena has nothing to give back.
+void Host::trim_when_idle(std::optional<Clock::time_point>& next) {
+  const std::chrono::milliseconds idle(idle_ms_);
+  if (idle.count() == 0 || !arena_->trimmable()) return next.reset();
+  const auto now = Clock::now();
+  if (next && now < *next) return;
+  if (next) arena_->trim();
+  next = now + idle;
+}
+
 void Host::watch() {
   DescriptorSet::Keys keys;
   bool sweeping = false;
+  std::optional<Clock::time_point> trim;
   for (Clock::time_point swept{};;) {
-    const std::size_t found = watched_fds_.wait(keys, sweeping ? sweep_interval_ms : -1);
+    trim_when_idle(trim);
+    std::int64_t wait = sweeping ? sweep_interval_ms : -1;
+    if (trim) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(*trim - Clock::now()).count();
+      wait = std::clamp<std::int64_t>(left, 0, sweeping ? sweep_interval_ms : std::numeric_limits<int>::max());
+    }
+    const std::size_t found = watched_fds_.wait(keys, static_cast<int>(wait));
     if (sweeping && Clock::now() - swept >= std::chrono::milliseconds(sweep_interval_ms)) {
       const std::lock_guard lock(mutex_);
       sweeping = swept_ = sweep();

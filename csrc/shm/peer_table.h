@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -82,6 +83,13 @@ class Host {
   // As Arena::allocate, after that.
   std::uint64_t allocate(std::size_t bytes);
 
+  // Commit the first `bytes` of the arena in the background, on a thread that runs only while a processor is idle.
+  // Later calls have no effect. Throws std::system_error if there can be no such thread.
+  void prefault(std::uint64_t bytes);
+  // From now on, give memory of the arena back to the system that was not allocated for `seconds`, at the latest after
+  // twice that time. 0: never.
+  void return_idle_memory(double seconds);
+
   // Changes whenever a peer has died or left.
   std::uint32_t departures() const { return departures_.load(std::memory_order_acquire); }
 
@@ -99,6 +107,7 @@ class Host {
  private:
   void begin();
   void watch();
+  void trim_when_idle(std::optional<Clock::time_point>& next);
   void accept_one();
   // A connection to a process that has not answered yet. The link is -1 while the answer is checked.
   struct PendingConnect {
@@ -132,11 +141,13 @@ class Host {
   std::vector<std::pair<std::vector<std::uint64_t>, std::function<bool()>>> deferred_;
   bool swept_ = false;  // the watcher looks after deferred_ until nothing is left there
   std::atomic<bool> ending_{false};
+  std::atomic<std::int64_t> idle_ms_{0};  // 0: the arena keeps its memory
   std::atomic<std::uint32_t> departures_{0};
   Doorbell local_doorbell_{};
   std::atomic<bool> abandoned_{false};
   bool begun_ = false;
   std::thread watcher_;
+  std::thread prefaulter_;
 };
 
 // Memory of the arena, released with this object.

@@ -129,6 +129,8 @@ void bind_shared_memory(py::module_& m) {
       .def("free_control_block", [](Host& host, std::uint64_t offset) { host.arena().release(offset); })
       .def("used", [](Host& host) { return host.arena().used(); })
       .def("size", [](Host& host) { return host.arena().mapping().size(); })
+      .def("prefault", &Host::prefault)
+      .def("return_idle_memory", &Host::return_idle_memory)
       .def("die_with_peer", &Host::die_with_peer, Release())
       .def("leave", &Host::leave)
       .def("abandon", &Host::abandon);
