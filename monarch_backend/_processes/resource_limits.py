@@ -90,7 +90,7 @@ class System:
         self, count: int, memory_each: int = MEMORY_BYTES_PER_PROCESS, descriptors_each: int = 0
     ) -> Iterator[Limit]:
         """Yield the current limits. ``count`` avoids costly readings where the cheap ones suffice."""
-        yield from self._memory(memory_each)
+        yield from self.memory(memory_each)
         yield from self._tasks(count)
         if descriptors_each:
             used = len(os.listdir(self.proc / "self/fd")) if (self.proc / "self/fd").is_dir() else 0
@@ -110,7 +110,8 @@ class System:
         if each and soft != resource.RLIM_INFINITY:
             yield Limit("RLIMIT_NOFILE (ulimit -n)", soft - used, each, "open files")
 
-    def _memory(self, each: int) -> Iterator[Limit]:
+    def memory(self, each: int) -> Iterator[Limit]:
+        """Yield the limits of memory: of the host, and of each control group."""
         available = cgroup.field(self.proc / "meminfo", "MemAvailable:")
         if available is not None:
             yield Limit("the host", available << 10, each, "MiB of memory", 1 << 20)

@@ -100,6 +100,7 @@ class LocalLinks:
     def __init__(self, token: str = "", *, oversubscribed: bool = False) -> None:
         with explained(f"reserve {ARENA_BYTES} bytes of address space for messages"):
             self.host = _native.Host(ARENA_BYTES, token)
+        self.host.return_idle_memory(env.get("MONARCH_IDLE_MEMORY_TIMEOUT"))
         spin = env.get("MONARCH_BUSY_POLL")
         with explained("start the thread that wakes this process for messages"):
             self.mailbox = _native.Mailbox(self.host, spin == "0" if spin else oversubscribed, MAX_UNREAD_BYTES)
