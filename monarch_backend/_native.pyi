@@ -188,8 +188,8 @@ class Host:
     def free_control_block(self, control_block: int, /) -> None: ...
     def used(self) -> int: ...
     def size(self) -> int: ...
-    def prefault(self, bytes: int, /) -> None:
-        """Commit the first ``bytes`` of the arena in the background, while a processor is idle. Once.
+    def prefault(self, nbytes: int, /) -> None:
+        """Commit the first ``nbytes`` of the arena in the background, while a processor is idle. Once.
 
         Raises RuntimeError if the system allows no further thread.
         """
