@@ -103,6 +103,15 @@ void Arena::prefault(std::uint64_t bytes, const std::atomic<bool>& stop) {
   }
 }
 
+// Pages that a NIC or GPU has pinned stay with its registration when `trim` or `release` discards them. A later
+// allocation at this address has other pages. So a registration must not outlive its memory in use. This holds here:
+// - Registrations for peers (Engine.expose) own the memory, and end before it is freed. For those of process groups and
+//   those for own requests (MemoryCache), a weak reference to the owner ends them after it is freed. They are found by
+//   the identity of the living owner, never by address. So a new allocation is registered anew. A transfer in progress
+//   keeps its memory.
+// - Receivers that keep a message where it lies register it by the same rules, and the sender frees it after them.
+// Other libraries may cache registrations by address, and see no discarded pages in a peer's mapping. So memory is not
+// trimmed where there are RDMA devices (idle_memory_timeout in links.py).
 void Arena::trim() {
   std::unique_lock lock(mutex_);
   const std::uint64_t keep = used_ ? peak_ : 0;

@@ -100,7 +100,8 @@ _TABLE = (
             "Memory that each process of an actor program commits in the background before its first large message."),
     Setting("MONARCH_IDLE_MEMORY_TIMEOUT", "integer", 30, "seconds", "give 0 for never, or seconds from 1 to 1000000",
             _zero_or(1, 1000000),
-            "Time after which the memory of actor messages is given back to the system if it is not used. 0: never."),
+            "Time after which the memory of actor messages is given back to the system if it is not used. 0: never. "
+            "Without effect where there are RDMA devices."),
     Setting("MONARCH_CMA_MIN_BYTES", "integer", 4 << 20, "bytes",
             "give a number of bytes, 0 for never, or leave it unset", _number(0),
             "Size from which ranks read a piece of a tensor from each other's memory. 0: never."),

@@ -37,12 +37,17 @@ def wanted_least() -> int:
     return int(env.get("MONARCH_RDMA_MIN_BYTES"))
 
 
+def has_devices() -> bool:
+    """True if the system has RDMA devices, usable or not, for any library."""
+    try:
+        return bool(os.listdir(DEVICES))
+    except OSError:
+        return False
+
+
 def there() -> bool:
     """True if there may be a NIC, and a package for it. Takes no time; the NIC may still be unusable."""
-    try:
-        return bool(os.listdir(DEVICES)) and any(importlib.util.find_spec(name) for name in PACKAGES)
-    except OSError:  # no devices
-        return False
+    return has_devices() and any(importlib.util.find_spec(name) for name in PACKAGES)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from monarch_backend import _native
 from monarch_backend._core import env, platform
 from monarch_backend._core.limits import explained
+from monarch_backend._verbs import eligibility
 
 ARENA_BYTES = 4 << 30
 """Bytes of address space for the unread messages of one process. Pages are committed at their first use."""
@@ -94,13 +95,22 @@ def few_processors() -> bool:
     return platform.usable_cpus() < 4
 
 
+def idle_memory_timeout() -> int:
+    """Return the seconds after which unused memory of messages is given back to the system. 0: never.
+
+    Never where there are RDMA devices. Other libraries there may cache registrations by address. They are not notified
+    when another process discards the pages, so their NIC would access the old ones.
+    """
+    return 0 if eligibility.has_devices() else int(env.get("MONARCH_IDLE_MEMORY_TIMEOUT"))
+
+
 class LocalLinks:
     """Links between processes of one host, over shared memory."""
 
     def __init__(self, token: str = "", *, oversubscribed: bool = False) -> None:
         with explained(f"reserve {ARENA_BYTES} bytes of address space for messages"):
             self.host = _native.Host(ARENA_BYTES, token)
-        self.host.return_idle_memory(env.get("MONARCH_IDLE_MEMORY_TIMEOUT"))
+        self.host.return_idle_memory(idle_memory_timeout())
         spin = env.get("MONARCH_BUSY_POLL")
         with explained("start the thread that wakes this process for messages"):
             self.mailbox = _native.Mailbox(self.host, spin == "0" if spin else oversubscribed, MAX_UNREAD_BYTES)

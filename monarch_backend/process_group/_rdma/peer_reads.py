@@ -90,8 +90,9 @@ class Nics:
         key, address, nbytes = id(storage), storage.data_ptr(), storage.nbytes()
         with self._lock:
             lent = self._lent.get(key)
-            if lent is not None and (lent.region.address, lent.region.nbytes) != (address, nbytes):
-                self._forget(key)  # it was resized
+            same = lent is not None and (lent.region.address, lent.region.nbytes) == (address, nbytes)
+            if lent is not None and not (same and lent.anchor() is storage):
+                self._forget(key)  # it was resized, or another storage has its id
                 lent = None
             if lent is not None:
                 lent.users += 1

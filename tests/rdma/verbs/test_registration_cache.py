@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from monarch_backend import _native
 from monarch_backend._verbs import VerbsError
 from monarch_backend._verbs.registrations.cache import MemoryCache, allocation_of
 from tests.rdma.verbs.fabric import Fabric, FakeNic
@@ -61,6 +62,41 @@ def test_a_registration_lasts_as_long_as_its_memory(nic: FakeNic, place: int) ->
     assert told
     cache.sweep()
     assert (nic.opened, nic.closed, len(cache), cache.nbytes) == (1, 1, 0, 0)
+
+
+def test_freed_message_memory_is_registered_anew_at_the_same_address(nic: FakeNic) -> None:
+    """The pages may have been discarded in between, and the first registration still has the old ones."""
+    cache, host = MemoryCache(nic, 100, 1 << 40), _native.Host(64 << 20)
+    kept = torch.frombuffer(_native.ArenaBuffer(host, 1 << 20), dtype=torch.uint8)
+    first, address = use(cache, kept), kept.data_ptr()
+    assert use(cache, kept[5:]) is first
+    host.return_idle_memory(0.01)
+    del kept
+    gc.collect()
+    assert host.used() < 1 << 20
+    again = torch.frombuffer(_native.ArenaBuffer(host, 1 << 20), dtype=torch.uint8)
+    assert again.data_ptr() == address
+    assert cache.known(allocation_of(again), writable=True) is None
+    assert use(cache, again) is not first
+    cache.sweep()
+    assert (nic.opened, nic.closed, len(cache)) == (2, 1, 1)
+    cache.close()
+
+
+def test_memory_of_a_message_is_not_freed_while_a_view_has_a_registration(nic: FakeNic) -> None:
+    cache, host = MemoryCache(nic, 100, 1 << 40), _native.Host(64 << 20)
+    tensor = torch.frombuffer(_native.ArenaBuffer(host, 1 << 20), dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    entry = cache.take(allocation_of(storage), writable=True)
+    del tensor
+    gc.collect()
+    assert use(cache, storage) is entry
+    assert host.used() >= 1 << 20
+    del storage
+    gc.collect()
+    assert host.used() < 1 << 20
+    cache.give(entry)
+    cache.close()
 
 
 def test_all_views_of_an_allocation_share_one_registration(nic: FakeNic) -> None:
