@@ -66,6 +66,12 @@ def _rdma() -> Any:
     return control_rpc.heard
 
 
+def _prefault() -> Any:
+    from monarch_backend._actor.processes import message_memory
+
+    return message_memory.on_setting
+
+
 def _dtensor() -> Any:
     from monarch_backend import dtensor
 
@@ -81,4 +87,5 @@ provide("places on other hosts", _remote_places)
 provide("workspace sync", _workspace_sync)
 provide("replay recording", _replay_recording)
 provide("setting rdma", _rdma)
+provide("setting prefault", _prefault)
 provide("dtensor", _dtensor)

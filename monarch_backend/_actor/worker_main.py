@@ -15,7 +15,6 @@ from monarch_backend._actor.calls.codec import HOST, pack_failure, text_of
 from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.execution import blocking_calls
 from monarch_backend._actor.execution.runner import ActorRunner
-from monarch_backend._actor.processes.message_memory import prefault
 from monarch_backend._actor.processes.start import Plan
 from monarch_backend._core.extension_points import extension
 from monarch_backend._logs import worker_logging
@@ -118,7 +117,6 @@ def main(plan: Plan) -> None:
         _fail_to_start(program, owner, plan, _bootstrap_error)
     if plan.has_bootstrap:
         program.router.tell(owner, Constructed(0, plan.rank))
-    prefault(program, plan.prefault_bytes)
     thread.run()
     _wait_for_others(program)
     for call in program.last:

@@ -13,6 +13,8 @@ import pytest
 from monarch_backend import _native
 from monarch_backend._actor.processes.message_memory import MESH_SHARES, PrefaultBudget
 from monarch_backend._core import platform
+from monarch_backend._transport.local.links import idle_memory_timeout
+from monarch_backend._verbs import eligibility
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(platform.IS_PORTABLE, reason="only Linux gives shared memory back")
@@ -59,6 +61,15 @@ def test_prefaulted_memory_is_bounded_and_returned_when_idle() -> None:
     assert committed("self") - others <= 8 * MIB
     host.return_idle_memory(0.05)
     wait_until(lambda: committed("self") - others < 64 << 10)
+
+
+def test_idle_memory_is_kept_where_there_are_rdma_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MONARCH_IDLE_MEMORY_TIMEOUT", "7")
+    monkeypatch.setattr(eligibility, "DEVICES", str(tmp_path))
+    assert idle_memory_timeout() == 7
+    (tmp_path / "mlx5_0").mkdir()
+    assert idle_memory_timeout() == 0
+    assert PrefaultBudget(_Clock()).grant(1) > 0
 
 
 def test_contents_stay_intact_while_memory_is_prefaulted_and_returned() -> None:

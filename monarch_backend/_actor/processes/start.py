@@ -19,7 +19,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.errors import MeshFailure
-from monarch_backend._actor.processes.message_memory import PrefaultBudget, prefault
+from monarch_backend._actor.processes.message_memory import Prefaulter
 from monarch_backend._actor.processes.records import OwnedProcess, OwnedProcs, ProcessRecords
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._actor.restart_policy import Restart, RestartLimiter, check_policy
@@ -79,7 +79,6 @@ class Plan(NamedTuple):
     die_with: str = ""  # token of the process on this host with which it ends
     local_processes: int = 0  # on a remote host: processes of the mesh there
     has_bootstrap: bool = False  # the owner waits until it has succeeded
-    prefault_bytes: int = 0  # of its messages' memory, which it commits at its start
 
 
 class ProcessStarter:
@@ -106,7 +105,7 @@ class ProcessStarter:
         self._making = threading.RLock()  # of spawner and logs
         self.spawner: Any = None
         self.logs: LogCollector | None = None
-        self._prefault_budget = PrefaultBudget(program.clock)
+        self._prefaulter = Prefaulter(program)
         self.early: dict[int, list[Any]] = {}  # events of processes that have no record yet, by number
 
     def spawn(
@@ -153,6 +152,8 @@ class ProcessStarter:
         core.owned = owned
         for rank in range(count):
             program.router.expect(core.tokens[rank], label_of(core, rank))
+        if self._may_prefault:
+            self._prefaulter.postpone()
         try:
             self.start(owned, range(count))
         except BaseException:
@@ -166,12 +167,18 @@ class ProcessStarter:
         self._records.meshes.append(owned)
         if self.collect_output:
             self._stuck.watch()
-        if self.collect_output and program.root is None:
-            prefault(program, settings.get("MONARCH_PREFAULT_BYTES"))
+        if self._may_prefault:
+            self._prefaulter.add([core.peer(rank) for rank in range(count)])
         program.procs[core.id] = core
         siblings.append(core)
         recorder.mesh(name, "ProcMesh", extent)
         return ProcMesh(core)
+
+    @property
+    def _may_prefault(self) -> bool:
+        """True in the main program: processes that others start would multiply the memory again."""
+        is_main = self.collect_output and self._program.root is None
+        return is_main and settings.get("MONARCH_PREFAULT_BYTES") > 0
 
     def _recipe(
         self, core: ProcMeshState, bootstrap: Any, cpus: list[Any], env: Mapping[str, str] | None
@@ -186,9 +193,6 @@ class ProcessStarter:
         imports = [PRELOAD_WITH_DTENSORS] if "torch.distributed.tensor" in sys.modules else []
         main_of_program = main_module()
         local_processes = count // max(1, len({host_of(token) for token in core.tokens}))  # number on each host
-        # Only for processes that the main program starts: otherwise their number would multiply the memory again.
-        is_main = self.collect_output and program.root is None
-        prefault_bytes = self._prefault_budget.grant(local_processes) if is_main else 0
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
             host = program.hosts.of(peer.token)
@@ -199,7 +203,6 @@ class ProcessStarter:
                 gateway=program.gateway if host is None else host.token,
                 die_with=program.router.token if host is None else host.token,
                 local_processes=0 if host is None else local_processes, has_bootstrap=packed is not None,
-                prefault_bytes=prefault_bytes,
             )  # fmt: skip
             return ProcessSpec(
                 label=core.where(rank), main=cloudpickle.dumps(functools.partial(extension("worker"), plan)),
