@@ -107,10 +107,10 @@ class Runner:
                 raise ValueError(f"the worker saw {reply} in the tensor, not {turn}")
         return times[1:]
 
-    def payloads(self, nbytes: int, n: int, reply: bool) -> list[float]:
+    def payloads(self, nbytes: int, n: int, reply: bool, pause: float = 0.0) -> list[float]:
         """Return the seconds of each of the first n calls of a worker with a large argument, or a large reply.
 
-        No large message was sent before. The same call with a small tensor was made.
+        No large message was sent before. The same call with a small tensor was made, ``pause`` seconds before.
         """
         import torch
 
@@ -121,6 +121,7 @@ class Runner:
             pair.give()
         pair.make(nbytes)
         tensor = torch.ones(nbytes // 4)
+        time.sleep(pause)
         for turn in range(n):
             tensor[-1] = turn
             start = time.perf_counter()
