@@ -268,11 +268,13 @@ def _swap_code(function: Any, makers: Sequence[Maker]) -> Any:
 
 
 def documented(manifests: Mapping[str, tuple[Sequence[Patch], Sequence[Registration]]]) -> str:
-    """Return the page with two tables for each title: the replaced names, and the registrations."""
+    """Return the page with up to two tables for each title: the replaced names, and the registrations."""
     parts = [_PAGE]
     for title, (rows, registrations) in manifests.items():
-        parts.append(f"\n## {title}\n\n{_counts(rows, 'replaced names')}\n\n{_NAMES}\n")
-        parts += [f"| {' | '.join(_cells(row))} |\n" for row in rows]
+        parts.append(f"\n## {title}\n")
+        if rows:
+            parts.append(f"\n{_counts(rows, 'replaced names')}\n\n{_NAMES}\n")
+            parts += [f"| {' | '.join(_cells(row))} |\n" for row in rows]
         if registrations:
             parts.append(f"\n{_counts(registrations, 'registrations')}\n\n{_REGISTRATIONS}\n")
             parts += [f"| {' | '.join(_registered(row))} |\n" for row in registrations]

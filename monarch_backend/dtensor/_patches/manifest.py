@@ -503,6 +503,7 @@ WORKER_INDUCTOR = (
 def table() -> str:
     """Return docs/reference/torch-patches.md."""
     from monarch_backend._core.patches import documented
+    from monarch_backend._replay.torch_manifest import REPLAY
     from monarch_backend._telemetry.profiler_manifest import PROFILER
     from monarch_backend.dtensor._patches import registrations
     from monarch_backend.process_group import _c10d_manifest
@@ -513,6 +514,7 @@ def table() -> str:
             "Programs with `MONARCH_AS`, in addition": (_c10d_manifest.NAMED_AS, ()),
             "Controllers of DTensors": (PATCHES, registrations.CONTROLLER),
             "Processes that were profiled on request": (PROFILER, ()),
+            "Replays of an actor": ((), REPLAY),
             "Workers": ((*WORKER_XLA, *WORKER_INDUCTOR), registrations.WORKER),
         }
     )

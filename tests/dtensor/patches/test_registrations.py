@@ -20,6 +20,7 @@ import pytest
 
 from monarch_backend._core import patches, torch_version
 from monarch_backend._core.patches import Registration
+from monarch_backend._replay.torch_manifest import REPLAY
 from monarch_backend.dtensor._patches import registrations
 from monarch_backend.process_group import _c10d_manifest
 
@@ -178,12 +179,14 @@ def test_modules_that_make_entries_are_named_by_a_row() -> None:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         if MAKES_ENTRIES.search(path.read_text()):
             found.add(module)
-    makes = {row.by for row in ALL if not row.tables[0].startswith(IN_METADATA)}
+    makes = {row.by for row in (*ALL, *REPLAY) if not row.tables[0].startswith(IN_METADATA)}
     assert found - MAKES_NONE == makes
     assert found >= MAKES_NONE
 
 
-@pytest.mark.parametrize("row", ALL, ids=lambda row: f"{row.by.rpartition('.')[2]}-{row.test.rpartition('::')[2]}")
+@pytest.mark.parametrize(
+    "row", [*ALL, *REPLAY], ids=lambda row: f"{row.by.rpartition('.')[2]}-{row.test.rpartition('::')[2]}"
+)
 def test_row_names_a_test_that_exists_and_says_why(row: Registration) -> None:
     path, _, name = row.test.partition("::")
     assert f"def {name}(" in (ROOT / path).read_text()
