@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from monarch_backend._telemetry import stragglers
 from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.reader import NO_KINDS, EventFilter
 from monarch_backend._telemetry.sql_tables import COLUMNS
@@ -38,7 +39,7 @@ KINDS: dict[str, frozenset[Kind]] = {
     "activities": frozenset(),
     "collectives": frozenset({Kind.COLLECTIVE}),
     "steps": frozenset({Kind.STEP}),
-    "step_times": frozenset({Kind.STEP}),
+    "step_times": frozenset(stragglers.KINDS),
     "transfers": frozenset({Kind.TRANSFER}),
     "connections": frozenset({Kind.CONNECTION}),
     "batches": frozenset({Kind.CONTROLLER}),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from monarch_backend import cli
 from monarch_backend._core import platform
-from monarch_backend._telemetry import jobs, program_recording, sql, step_window, steps, stragglers
+from monarch_backend._telemetry import jobs, program_recording, sql, sql_filters, step_window, steps, stragglers
 from monarch_backend._telemetry.kinds import Kind, SlotState
 from monarch_backend._telemetry.reader import RecordedEvent, RecordedProcess
 from monarch_backend.telemetry import step
@@ -145,6 +145,10 @@ def test_slow_ranks_are_those_beyond_the_factor() -> None:
     assert _slow([rank(0, 10), rank(1, 90, count=4)], limit=1.5) == []  # too few steps
     assert _slow([rank(0, 100, wait_ms=70), rank(1, 100, wait_ms=10), rank(2, 100, wait_ms=68)], limit=1.5) == [1]
     assert _slow([rank(0, 100, wait_ms=99), rank(1, 100, wait_ms=95)], limit=1.5) == []  # 4 ms of 100
+
+
+def test_query_of_step_times_reads_collectives_too() -> None:
+    assert set(sql_filters.filter_of("select * from step_times").kinds) == set(stragglers.KINDS)
 
 
 def test_step_records_nothing_where_nothing_is_recorded() -> None:
