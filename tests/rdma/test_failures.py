@@ -97,6 +97,7 @@ def test_stopped_owner_hits_the_deadline(fresh: Pair, request: pytest.FixtureReq
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 4 * MIB).get()
     assert reader.read.call_one(buffer).get()
+    reader.way.call_one(buffer).get()  # the owner's thread reads GPU memory until its mapping exists
     with stopped_processes(pid):
         reading = reader.read.call_one(buffer, "tensor", 1, 0.3)
         if route_of(request) in ONE_SIDED_ROUTES:
