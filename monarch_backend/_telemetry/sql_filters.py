@@ -90,7 +90,7 @@ _ONE_TABLE = {"union", "intersect", "except", "join", "over", "window", "values"
 _QUOTES = set('"`[')  # of names, and of texts that look like names
 _END_OF_WHERE = {"group", "order", "limit", "having"}
 _FUNCTIONS = {"unixepoch", "strftime", "julianday", "cast", "as", "integer", "real"}
-_TOKEN = re.compile(r"\s+|--[^\n]*|/\*.*?(?:\*/|$)|('(?:[^']|'')*'|[\w.]+|<=|>=|==|!=|<>|\|\||.)", re.DOTALL)
+_TOKEN = re.compile(r"\s+|--[^\n]*|/\*.*?(?:\*/|$)|('(?:[^']|'')*'|[\w.]+|<=|>=|==|!=|<>|\|\||.)", re.DOTALL | re.ASCII)
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "==": "="}
 
 
@@ -122,7 +122,9 @@ def wanted_by(sql: str) -> WantedEvents:
         return everything
     table = tables[0]
     tokens = [found[1] for found in _TOKEN.finditer(sql) if found[1]]
-    if tokens[-1] == ";":
+    if any(not token.isascii() for token in tokens if not token.startswith("'")):
+        return everything  # in names, SQLite takes also what are spaces elsewhere
+    if tokens[-1:] == [";"]:
         tokens.pop()
     columns = _columns_read(sql)
     where = _where(tokens, table)

@@ -246,6 +246,7 @@ PUSHED = [
     ("select count(*) from steps where pid in (select 0) or name = '' /* and pid = 0 */", "step", False, False, ""),
     ("select a.pid from steps a join steps b on a.pid = b.pid where a.pid = {pid}", "step", False, False, ""),
     ("select pid from steps where pid = {pid} union select pid from metrics", "metric step", False, False, ""),
+    ("select 1 as pid\u2003 from steps where pid\u2003 = 1 and pid = {pid}", "step", False, False, ""),
     ("select label, overwritten_events from processes", None, False, False, ""),
 ]  # fmt: skip
 
@@ -264,6 +265,13 @@ def test_conditions_of_a_query_restrict_what_is_read(
         assert [Kind(kind).title for kind in wanted.always] == sorted(always.split(), key=_kind_number)
     _same_answer(query, recording, recording.programs[0].pid)
     assert sql.answer_from(query, str(history)).rows == sql.answer(query, recording).rows
+
+
+@pytest.mark.parametrize("query", ["-- steps", "/* steps */", ";", "steps"])
+def test_query_without_a_statement_is_an_error(query: str, recording: Recording) -> None:
+    assert not filter_of(query).since_ns
+    with pytest.raises(QueryError):
+        sql.answer(query, recording)
 
 
 def _kind_number(title: str) -> int:
