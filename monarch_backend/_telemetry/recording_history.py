@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import sqlite3
 import time
 import urllib.parse
@@ -33,6 +34,7 @@ FILES = 8
 """A history has about this number of full files. The oldest one is deleted at a time."""
 
 _PREFIX, _SUFFIX = "history-", ".sqlite"
+_BEGUN = re.compile(rf"{_PREFIX}\d{{20}}{re.escape(_SUFFIX)}")  # a user's copies have other names
 _BUSY_S = 10.0  # waiting for the other side's transaction
 _SCHEMA = """
     create table if not exists process (
@@ -108,13 +110,16 @@ class HistoryWriter:
         """Return the numbers of the last events of the processes of this boot, in any file."""
         last: dict[tuple[int, int], int] = {}
         for path in _files(self._folder):
-            with _opened(path) as connection:
-                for pid, started, number in connection.execute(
-                    "select pid, started_ns, max(number) from process join event on process = id where boot = ? "
-                    "group by id",
-                    (self._boot,),
-                ):
-                    last[pid, started] = max(number, last.get((pid, started), 0))
+            try:
+                with _opened(path) as connection:
+                    for pid, started, number in connection.execute(
+                        "select pid, started_ns, max(number) from process join event on process = id where boot = ? "
+                        "group by id",
+                        (self._boot,),
+                    ):
+                        last[pid, started] = max(number, last.get((pid, started), 0))
+            except sqlite3.Error as error:
+                raise OSError(f"{path} is no file of monarch-backend export history: {error}") from None
         return last
 
     @property
@@ -318,7 +323,7 @@ def _boot() -> str:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files of a history, the oldest one first."""
-    return sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))
+    return sorted(path for path in folder.glob(f"{_PREFIX}*{_SUFFIX}") if _BEGUN.fullmatch(path.name))
 
 
 def _begun_ns(path: Path) -> int:

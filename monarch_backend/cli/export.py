@@ -143,9 +143,12 @@ def _keep(args: argparse.Namespace) -> int:
     from monarch_backend._telemetry import program_recording
     from monarch_backend._telemetry.reader import EventFilter
     from monarch_backend._telemetry.recording_history import HistoryWriter
+    from monarch_backend.cli.subject import job_file
 
     if not args.output:
         return fail("export", "name the folder: -o FOLDER")
+    if args.program is not None and job_file(args.program) is not None:
+        return fail("export", f"{args.program} is a job: run this on each of its hosts, with a program or without")
     is_waiting = False
     try:
         with HistoryWriter(args.output, args.keep_hours * 3600, args.keep_bytes) as history, until_signal() as ended:

@@ -28,6 +28,7 @@ from monarch_backend._telemetry.recording_area import AREA_NAME
 from monarch_backend._telemetry.recording_history import HistoryWriter
 from monarch_backend._telemetry.sql_filters import filter_of
 from monarch_backend._telemetry.sql_tables import COLUMNS
+from monarch_backend.cli import main
 from monarch_backend.telemetry import QueryError, QueryResult
 from tests.telemetry.traced_program import traced_program
 
@@ -204,6 +205,24 @@ def test_writer_that_is_killed_leaves_whole_looks(recording: Recording, tmp_path
     with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
         writer.append(recording)
     assert sql.answer_from(query, str(tmp_path)).rows == sql.answer(query, recording).rows
+
+
+def test_history_of_a_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.json"
+    path.write_text("{}")
+    assert main(["export", "history", str(path), "-o", str(tmp_path / "kept")]) == 1
+    assert "is a job: run this on each of its hosts" in capsys.readouterr().err and not (tmp_path / "kept").exists()
+
+
+def test_damaged_file_of_a_history_is_an_error_and_a_copy_is_left_alone(history: Path, tmp_path: Path) -> None:
+    [file] = history.glob("history-*.sqlite")
+    (tmp_path / "history-copy.sqlite").write_bytes(b"of the user")
+    (tmp_path / file.name).write_bytes(b"no database" * 100)
+    with pytest.raises(OSError, match=f"{file.name} is no file of monarch-backend export history: file is not"):
+        HistoryWriter(tmp_path, 3600, 1 << 30)
+    (tmp_path / file.name).write_bytes(b"")
+    with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+        assert writer.after == {}
 
 
 def test_commands_keep_and_ask_a_history(running: subprocess.Popen[str], tmp_path: Path) -> None:
