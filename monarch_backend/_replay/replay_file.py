@@ -278,7 +278,8 @@ class ReplayFile:
 def _open(path: Path) -> int:
     """Return a descriptor of a file that only this user can have written. Raises ReplayError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # A pipe is opened without a wait for its writer, and then refused.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ReplayError(f"{path} can't be read: {error.strerror}") from error
     state = os.fstat(descriptor)

@@ -356,6 +356,9 @@ def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     link.symlink_to(path)
     with pytest.raises(ReplayError, match="can't be read"):
         list(replay_file.records(link))
+    os.mkfifo(tmp_path / "pipe.replay")
+    with pytest.raises(ReplayError, match="it is not a file"):
+        list(replay_file.records(tmp_path / "pipe.replay"))
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     with pytest.raises(ReplayError, match=f"it belongs to user {user}, and a replay runs code that is in the file"):
