@@ -239,18 +239,21 @@ class ReplayFile:
                 if self._size + len(data) > self._limit:
                     return self._stop(record, f"the limit of {self._limit} bytes is reached")
                 self._append(data)
-            except (OSError, MemoryError) as error:
+            except (OSError, MemoryError, ValueError) as error:  # ValueError: a part of 4 GiB or more
                 return self._stop(record, f"writing has failed: {error}")
         return None
 
     def _append(self, data: bytes) -> None:
         head = _HEAD.pack(len(data), zlib.crc32(data))
-        written = os.writev(self._descriptor, [head, data])
-        self._size += written
-        while written < len(head) + len(data):  # a signal, or a full disk, which then raises
-            more = os.write(self._descriptor, (head + data)[written:])
-            written += more
-            self._size += more
+        size = len(head) + len(data)
+        try:
+            written = os.writev(self._descriptor, [head, data])
+            while written < size:  # a signal, or a full disk, which then raises
+                written += os.write(self._descriptor, (head + data)[written:])
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)  # else the next record would be read as a part of this one
+            raise
+        self._size += size
 
     def _stop(self, record: Record, why: str) -> str:
         message = getattr(record, "message", 0)

@@ -308,13 +308,15 @@ def test_limit_of_bytes_ends_the_recording_and_the_file_says_so(
     assert done.out.endswith(f"the file ends early: {script.end}\n")
 
 
+HEADER = Header(
+    "a", 0, (), (), "main", 0, False, 1, "A", "procs", "host", 1, 0.0, "0" * 32, "0" * 32, "0" * 32, 0, 1 << 20,
+    "3", "", "", "/", [], [], b"", b"", None,
+)  # fmt: skip
+
+
 def _written(path: Path, count: int = 3) -> Path:
-    header = Header(
-        "a", 0, (), (), "main", 0, False, 1, "A", "procs", "host", 1, 0.0, "0" * 32, "0" * 32, "0" * 32, 0, 1 << 20,
-        "3", "", "", "/", [], [], b"", b"", None,
-    )  # fmt: skip
     file = ReplayFile(path, 1 << 20)
-    assert file.write(header) is None
+    assert file.write(HEADER) is None
     assert file.write(Ended(0, "", False)) is None
     for number in range(1, count + 1):
         assert file.write(Started(number, 0.5, b"prefix", 0, number, "", "main", None, b"body", [b"buffer"])) is None
@@ -331,6 +333,21 @@ def test_incomplete_last_record_is_left_out(tmp_path: Path, cut: int) -> None:
     path.write_bytes(path.read_bytes()[:-cut])
     left = list(replay_file.records(path))
     assert whole[:-3] == left[: len(whole) - 3] and len(whole) - 2 <= len(left) < len(whole)
+
+
+def test_record_that_is_written_in_part_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, writev = ReplayFile(tmp_path / "a.replay", 1 << 20), os.writev
+    assert file.write(HEADER) is None
+
+    def full_disk(_descriptor: int, _data: bytes) -> int:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(os, "write", full_disk)
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: writev(descriptor, [parts[0], parts[1][:1]]))
+    monkeypatch.setattr(file, "close", lambda *_, **__: monkeypatch.undo())
+    assert file.write(Ended(0, "x" * 10, False)) == "writing has failed: no space is left in the constructor"
+    file.close("there is space again", is_complete=False)
+    assert list(replay_file.records(file.path)) == [HEADER, Closed("there is space again", False)]
 
 
 def test_damaged_record_is_an_error(tmp_path: Path) -> None:
