@@ -311,7 +311,7 @@ class _Ports(weakref.WeakValueDictionary[int, PortReceiver[Any]]):
 
     def __setitem__(self, number: int, receiver: PortReceiver[Any]) -> None:
         super().__setitem__(number, receiver)
-        self._hooks.opened(number)
+        self._hooks.opened(number, receiver)
 
 
 class _Hooks:
@@ -381,11 +381,12 @@ class _Hooks:
         self._note(kind, target, 0, prefix, body, buffers)
         self._push(peer, kind, target, rank, prefix, body, buffers)
 
-    def opened(self, number: int) -> None:
+    def opened(self, number: int, receiver: PortReceiver[Any]) -> None:
         scope = current.get()
         if scope is not None:
             place = scope.next_place()
             self._ports[number] = scope.owner, scope.message, place
+            weakref.finalize(receiver, self._ports.pop, number, None).atexit = False
             scope.owner.write(Opened(scope.message, place, number))
 
     def spawn_procs(self, *args: Any, **options: Any) -> Any:
