@@ -115,7 +115,12 @@ class Inspection:
 
     def _attach(self, file: JobFile, hosts: Sequence[HostEntry]) -> None:
         """Start the readers, on all hosts at the same time. A host that fails does not hide the others."""
-        secret = read_secret(Path(file.secret_file))
+        try:
+            secret = read_secret(Path(file.secret_file))
+        except (OSError, ValueError) as error:
+            for host in hosts:
+                self._not_read(host, f"the job's secret cannot be read: {first_line(error)}")
+            return
         reached = []
         for host, is_reached in zip(hosts, in_parallel(_is_reached, hosts), strict=True):
             if is_reached:

@@ -287,6 +287,15 @@ def not_read(path: Path) -> list[str]:
         return [str(each) for each in there.look()[2]]
 
 
+def test_job_without_its_secret_names_its_hosts(job: Job, tmp_path: Path) -> None:
+    content = json.loads(job.path.read_text()) | {"secret_file": str(tmp_path / "gone")}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(content))
+    path.chmod(0o600)
+    [text] = not_read(path)
+    assert text.startswith(f"{HOST}: the job's secret cannot be read: ") and "No such file" in text
+
+
 def test_hosts_are_attached_at_the_same_time(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of two hosts ends its connection before both have one."""
     both, met = threading.Barrier(2), list[int]()
