@@ -24,7 +24,8 @@ bool ignore_unhandled(int signal);
 // std::system_error.
 void wrap_dump_handler(int signal, int descriptor);
 
-// Call this with the pid of the sender, and with the value that it has sent, for each request. It must not block: stacks are dumped by the same thread.
+// Call this with the pid of the sender, and with the value that it has sent, for each request. It must not block: stacks
+// are dumped by the same thread.
 void set_request_handler(PyObject* handler);
 
 }  // namespace monarch::telemetry
