@@ -37,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help setup build-portable demo test test-fast test-portable test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-slurm test-k8s test-torch test-clients test-lowest test-tpu fuzz lint format docs bench wheels clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
 
 setup: $(STAMP)  ## create the virtual environment with torch, the compiled core and the tools
 
