@@ -63,7 +63,7 @@ def floor(pods: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pods", type=int, nargs="+", default=[10, 100])
-    parser.add_argument("--attach", type=int, default=30, metavar="PODS", help="attach jobs of at most so many pods")
+    parser.add_argument("--attach", type=int, default=30, metavar="PODS", help="largest job that is attached")
     args = parser.parse_args()
     if why := refusal():
         sys.exit(f"no Kubernetes cluster: {why}")

@@ -100,7 +100,7 @@ def _size(folder: Path) -> int:
 def main() -> None:
     """Print the table, or write it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="rounds, each of which measures all contenders")
+    parser.add_argument("--rounds", type=int, default=30, help="number of rounds; each measures all contenders")
     parser.add_argument("--out", type=Path, help="file for the table")
     args = parser.parse_args()
     others = Others()

@@ -67,7 +67,7 @@ class Arena {
   // Commit the pages of the first `bytes`, which are allocated first. Contents do not change. Returns early once `stop`.
   void prefault(std::uint64_t bytes, const std::atomic<bool>& stop);
   // Give free pages back to the system that no allocation has used since the last call; all free pages if there was no
-  // allocation. For the first half gigabyte, of which `release` keeps the pages. As with `release`, no registration of
+  // allocation. It covers the first half gigabyte, where `release` keeps the pages. As with `release`, no registration of
   // free memory with a device may be used again: the device would access the old pages. See arena.cpp.
   void trim();
   // Whether a later `trim` may find pages to give back.

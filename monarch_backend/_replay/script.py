@@ -36,7 +36,7 @@ SourceEvent = Arrived | TimedOut | Expired | Lost | Refused
 
 @dataclass
 class RecordedMessage:
-    """A message, or the constructor, of which ``started`` is None."""
+    """A message, or the constructor. ``started`` is None for the constructor."""
 
     number: int
     started: Started | None = None

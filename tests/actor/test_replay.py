@@ -71,7 +71,7 @@ class Replays:
         return replay_file.find(self.folder, actor, rank)[0][0]
 
     def wait_for_calls(self, actor: str, count: int) -> None:
-        """Wait until the recorded actor has made so many calls."""
+        """Wait until the recorded actor has made this number of calls."""
 
         def has_made_them() -> bool:
             with contextlib.suppress(ReplayError):  # the file is not there, or has no header
