@@ -7,14 +7,13 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monarch_backend._core import platform
-from tests.actor.script_runner import WarmInterpreter, with_meshes
+from tests.support.finished_program import run_to_end
 
 DOCS = Path(__file__).parent.parent / "docs"
 RUN = [
@@ -54,12 +53,6 @@ def blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[WarmInterpreter]:
-    with with_meshes() as interpreter:
-        yield interpreter
-
-
 def test_each_page_with_python_code_is_run() -> None:
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if blocks(page)}
     assert pages - FRAGMENTS == set(RUN)
@@ -67,18 +60,10 @@ def test_each_page_with_python_code_is_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
-def test_the_code_of_a_page_runs(name: str, interpreter: WarmInterpreter, tmp_path: Path) -> None:
+def test_code_of_a_page_prints_the_shown_output(name: str) -> None:
+    """A new interpreter runs it, because one with more modules would hide a missing import."""
     script = "\n".join(blocks(DOCS / name))
-    done = interpreter.complete(tmp_path / "page.py", script, patience=120)
-    assert done.returncode == 0, done.err
-    _has_printed_what_it_promises(script, done.out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUN)
-def test_code_of_a_page_imports_its_names(name: str) -> None:
-    script = "\n".join(blocks(DOCS / name))
-    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120)
+    done = run_to_end([sys.executable, "-"], script=script, timeout=120)
     assert done.returncode == 0, done.stderr
     _has_printed_what_it_promises(script, done.stdout)
 
@@ -97,7 +82,7 @@ def test_commands_of_a_page_print_the_shown_output(name: str, tmp_path: Path) ->
     assert len(steps) == len(blocks(DOCS / name, "sh"))
     for command, promised in steps:
         shell = ["bash", "-ec", command]
-        done = subprocess.run(shell, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        done = run_to_end(shell, cwd=tmp_path, env=env, timeout=120)
         assert done.returncode == 0, done.stderr
         assert _without_seconds(done.stdout) == _without_seconds(promised)
 
@@ -111,7 +96,7 @@ def test_scripts_of_a_page_run_under_torchrun(name: str, tmp_path: Path) -> None
     (tmp_path / file).write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file]
     env = dict(os.environ, OMP_NUM_THREADS="1")
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = run_to_end(command, cwd=tmp_path, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     promised = TORCHRUN[name] or "".join(blocks(DOCS / name, "text")).splitlines()
     assert len(promised) == 2
@@ -161,9 +146,7 @@ def test_commands_of_the_page_on_replays_print_the_shown_output(tmp_path: Path) 
     for command, shown in steps:
         typed = "\n".join([*re.findall(r"^\(Pdb\) (.*)$", shown, re.MULTILINE), ""])
         expected = re.sub(r"^\(Pdb\) .*\n", "(Pdb) ", shown, flags=re.MULTILINE)
-        done = subprocess.run(
-            ["bash", "-ec", command], input=typed, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env
-        )
+        done = run_to_end(["bash", "-ec", command], script=typed, timeout=120, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
         assert _of_replay(done.stdout, tmp_path) == _of_replay(expected, tmp_path)
 
