@@ -1,12 +1,13 @@
 """Benchmark of an actor's first large messages, before their memory is warm: this project, Ray, and floors.
 
     python tools/peer_env.py ray                    # once: Ray's own environment
-    python benchmarks/cold_payloads.py [--rounds 5] [--mib 1 16 64 256] [--peers ours ahead ray]
+    python benchmarks/cold_payloads.py [--rounds 5] [--mib 1 16 64 256] [--peers ours without ray]
                                        [--pause 1] [--before PYTHON] [--out FILE]
 
 Each figure comes from a new program with a new worker, which has sent only small messages before, and then nothing for
-``--pause`` seconds. "ahead" is this project with MONARCH_PREFAULT_BYTES=67108864. The programs of a
-round run one after another, and each round starts with another one, so that noise of the machine affects all alike.
+``--pause`` seconds. "without" is this project with MONARCH_PREFAULT_BYTES=0: no memory is committed
+ahead. The programs of a round run one after another, and each round starts with another one, so that noise of the
+machine affects all alike.
 ``--before`` adds the interpreter of another checkout of this project. Rates are GB/s, medians over all rounds; in
 brackets is the part of the warm rate, the median of the rounds' ratios.
 
@@ -62,11 +63,10 @@ def floors(size: int) -> dict[str, float]:
     return {"memcpy": size / 1e9 / copied, "fresh": size / 1e9 / _seconds(lambda: written.fill_(1))}
 
 
-AHEAD = Peer(
-    "ahead", "ahead", "ours.py", "MONARCH_PREFAULT_BYTES=67108864",
-    environment=lambda: {"MONARCH_PREFAULT_BYTES": "67108864"},
-)  # fmt: skip
-"""This project with memory that is committed ahead."""
+WITHOUT = Peer(
+    "without", "without", "ours.py", "MONARCH_PREFAULT_BYTES=0", environment=lambda: {"MONARCH_PREFAULT_BYTES": "0"}
+)
+"""This project without memory that is committed ahead."""
 
 
 def measure(peers: list[Peer], sizes: list[int], rounds: int, pause: float, folder: Path, notes: list[str]) -> Rates:
@@ -116,12 +116,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--peers", nargs="+", choices=("ours", "ahead", "ray"), default=["ours", "ahead", "ray"])
+    parser.add_argument("--peers", nargs="+", choices=("ours", "without", "ray"), default=["ours", "without", "ray"])
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before the first large message")
     parser.add_argument("--before", type=Path, metavar="PYTHON", help="interpreter of another checkout to compare with")
     parser.add_argument("--out", type=Path, help="write a page with the table to this file")
     args = parser.parse_args()
-    peers = [peer for peer in (*PEERS, AHEAD) if peer.key in args.peers]
+    peers = [peer for peer in (*PEERS, WITHOUT) if peer.key in args.peers]
     if args.before:
         peers.append(Checkout("before", "before", "ours.py", "", interpreter=args.before.absolute()))
     notes = [f"{peer.name}: {peer.missing()}" for peer in peers if peer.missing()]

@@ -95,7 +95,7 @@ _TABLE = (
     Setting("MONARCH_SHM_ARENA_BYTES", "integer", 256 << 20, "bytes",
             "give a number of bytes, 1048576 or more, or leave it unset", _number(1 << 20),
             "Limit of the shared memory of one process."),
-    Setting("MONARCH_PREFAULT_BYTES", "integer", 0, "bytes",
+    Setting("MONARCH_PREFAULT_BYTES", "integer", 64 << 20, "bytes",
             "give 0 for none, or bytes from 1048576 to 536870912", _zero_or(1 << 20, 512 << 20),
             "Memory that each process of an actor program commits in the background before its first large message."),
     Setting("MONARCH_IDLE_MEMORY_TIMEOUT", "integer", 30, "seconds", "give 0 for never, or seconds from 1 to 1000000",
