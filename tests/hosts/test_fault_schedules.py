@@ -10,7 +10,7 @@ import pytest
 from tests.hosts import fault_schedules
 from tests.hosts.support import Daemon, World
 
-SEEDS = 1
+SEEDS = 2
 MANY_SEEDS, CHUNK = 10, 5
 
 
@@ -21,6 +21,7 @@ def test_a_schedule_of_faults(seed: int, world: World, daemons: list[Daemon]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, CHUNK))
 def test_many_schedules_of_faults(first: int, world: World, daemons: list[Daemon]) -> None:
     for seed in range(first, first + CHUNK):

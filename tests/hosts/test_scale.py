@@ -13,6 +13,7 @@ HOSTS, EACH = 8, 32
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_many_processes_on_many_hosts(tmp_path: Path) -> None:
     if why := refusal():
         pytest.skip(why)

@@ -71,7 +71,7 @@ def test_ten_groups_on_one_port(port: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.nightly) for size in (2, 4))])
 def test_200_groups_on_one_port(size: int, port: int) -> None:
     run_ranks(_on_one_port, size, size, port, 200, backend=None, env=QUICK_RESOLVER)
 

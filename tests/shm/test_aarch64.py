@@ -34,6 +34,7 @@ wanted = [COMPILERS["aarch64"], QEMU] if here != "aarch64" else ["g++"]
 absent = [tool for tool in wanted if not shutil.which(tool)]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         bool(absent), reason=f"no {' and no '.join(absent)}: apt-get install g++-aarch64-linux-gnu qemu-user-static"
     ),

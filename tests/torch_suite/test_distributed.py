@@ -100,12 +100,13 @@ def test_gloo_passes_no_additional_tests(suite: GetSuite, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_recorded_number_is_gloos(suite: GetSuite) -> None:
     assert len(_passed(suite("gloo"))) == GLOO_PASSES.get(torch_version()), "record it in GLOO_PASSES"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [4, 8])
+@pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.nightly)])
 def test_larger_worlds(suite: GetSuite, world_size: int) -> None:
     waiting = [name for name in NAMES if skips.for_world_size(suite().run(name).why)]
     gloo = {name: suite("gloo", world_size).run(name) for name in waiting}

@@ -348,6 +348,7 @@ def test_hosts_behind_another_one_are_lost(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_many_seeds() -> None:
     for seed in range(1000, 1500):
         test_hosts_behind_another_one_are_lost(seed)
