@@ -45,6 +45,13 @@ def run(args: argparse.Namespace) -> int:
     if (args.actor is None) != (args.rank is None):
         print("monarch-backend replay: give ACTOR and RANK, or none of them", file=sys.stderr)
         return 2
+    if None not in (args.at, args.to) and args.at > args.to:
+        print(
+            f"monarch-backend replay: pdb would not stop at message {args.at}: the replay ends after message "
+            f"{args.to}. Give --at at most the number of --to",
+            file=sys.stderr,
+        )
+        return 2
     path = Path(args.file)
     try:
         found = replay_file.find(path, args.actor, args.rank)

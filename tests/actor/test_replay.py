@@ -133,6 +133,14 @@ def test_pdb_stops_at_the_chosen_message_and_ends_there(replays: Replays) -> Non
     assert "has no message 9: it has 0 (the constructor) to 3" in done.err
 
 
+def test_stop_after_the_end_of_the_replay_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["replay", str(tmp_path / "absent.replay"), "--to", "2", "--at"]
+    assert main([*command, "3"]) == 2
+    assert "pdb would not stop at message 3: the replay ends after message 2. Give" in capsys.readouterr().err
+    assert main([*command, "2"]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_pdb_in_a_terminal_takes_typed_lines(tmp_path: Path) -> None:
     _record_division(tmp_path)
