@@ -35,7 +35,7 @@ MESSAGES = EventFilter((Kind.MESSAGE,))
 """Events that tell which processes call which."""
 
 Refusal = tuple[str, str]
-"""Name of a built-in exception, and its text."""
+"""Name of an exception, and its text."""
 
 
 class HostReader(Actor):

@@ -6,7 +6,6 @@ there what the processes have recorded. No process of the job has to answer, so 
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import os
 import signal
@@ -50,6 +49,12 @@ RETRY_S = 30.0
 
 CONTROLLER_AGE_S = 10.0
 """Age at which the search for programs of this machine that use the job is repeated."""
+
+_REFUSALS = {
+    each.__name__: each
+    for each in (LookupError, NotImplementedError, OSError, PermissionError, ProcessLookupError, TimeoutError)
+}
+"""Errors of `process_signals.send`, by name. A host's answer can raise no other type."""
 
 _CLOCK_ROUNDS = 10
 _CONNECT_TIMEOUT_S = 3.0
@@ -344,7 +349,8 @@ def _get(call: Any, seconds: float = 0.0) -> Any:
 
 def _raise(refusal: Refusal) -> NoReturn:
     name, text = refusal
-    raise getattr(builtins, name)(text)
+    known = _REFUSALS.get(name)
+    raise LookupError(f"the host has answered with an error: {name}: {text}") if known is None else known(text)
 
 
 def _clock_offset(clock_ns: Callable[[], int]) -> tuple[int, int]:
