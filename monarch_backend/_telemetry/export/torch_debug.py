@@ -41,8 +41,10 @@ def add_torch_debug_handler() -> None:
 
 def _answer(request: Any, response: Any) -> None:
     try:
-        status, content = 200, query(request.get_param("query")).as_json()
+        status, content = 200, json.dumps(query(request.get_param("query")).as_json())
     except (QueryError, LookupError, NotImplementedError, OSError) as error:
-        status, content = 400, {"error": str(error)}
-    response.set_content(json.dumps(content), "application/json")
+        status, content = 400, json.dumps({"error": str(error)})
+    except Exception as error:  # torch's server would answer without a reason
+        status, content = 500, json.dumps({"error": f"{type(error).__name__}: {error}"})
+    response.set_content(content, "application/json")
     response.set_status(status)
