@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend.cli.arguments import add_program, fail
@@ -39,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.file and args.program:
         return fail("sql", f"a file has its own programs: leave out {args.program!r}, or use a condition on processes")
-    gc.disable()  # a recording has millions of objects, and no cycles
     try:
-        if args.file:
-            result = sql.answer_from(args.query, args.file)
-        else:
-            with look_at(args.program) as there:
-                result = sql.answer(args.query, there.recording(sql_filters.filter_of(args.query)), there)
+        with _no_collection():
+            if args.file:
+                result = sql.answer_from(args.query, args.file)
+            else:
+                with look_at(args.program) as there:
+                    result = sql.answer(args.query, there.recording(sql_filters.filter_of(args.query)), there)
     except (sql.QueryError, LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("sql", error)
     if args.json:
@@ -54,6 +56,18 @@ def run(args: argparse.Namespace) -> int:
     print(as_text(result))
     print(summary(result), file=sys.stderr)
     return 0
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector off: a recording has millions of objects, and no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def as_text(result: QueryResult) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import re
@@ -498,6 +499,13 @@ def test_command_prints_a_table_or_json(running: subprocess.Popen[str]) -> None:
     assert found["not_read"] == [] and found["truncated"] is False
     wrong = _command("select wrong from spans", str(running.pid))
     assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_command_leaves_the_garbage_collector_on(code: int, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sql", "select nothing" if code else "select 1", "--from", str(saved)]) == code
+    assert gc.isenabled()
+    assert capsys.readouterr().out == ("" if code else "1\n1\n")
 
 
 def test_program_asks_about_itself_and_about_others(running: subprocess.Popen[str], tmp_path: Path) -> None:
