@@ -78,6 +78,11 @@ class ActorRecorder:
         self.now = file.now
         self.write(header, header.body, header.buffers)
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether records have an effect. Otherwise none is made: its payload may be large."""
+        return self._file.is_open
+
     def write(self, record: Record, payload: Any = b"", buffers: Any = None) -> None:
         why = self._file.write(record, payload, buffers)
         if why is not None:
@@ -91,6 +96,8 @@ class ActorRecorder:
         """Record the start of a message."""
         peer, frame, _ = message
         self._messages += 1
+        if not self.is_recording:
+            return Scope(self, self._messages)
         body, buffers = plain(frame.body, frame.buffers)
         is_main = peer is (self._program.root or self._program.router.me)
         sender = f"main (pid {peer.pid or self._program.pid})" if is_main else str(peer)
@@ -109,7 +116,7 @@ class ActorRecorder:
         loop = self._runner.code.loop if isinstance(self._runner, AsyncActorRunner) else None
         if loop is not None:
             with self._arriving:
-                if not self._waits:
+                if not self._waits and (self.is_recording or self._arrivals):
                     self._arrivals.append(handle)
                     call_soon(loop, self.handle_arrivals)
                     return
@@ -143,6 +150,12 @@ Known = tuple[ActorRecorder, int, int]
 """Recorder, message and place of a call or port."""
 
 
+def _recorded_scope() -> Scope | None:
+    """Return the scope of the message that this code handles, if it is being recorded."""
+    scope = current.get()
+    return scope if scope is not None and scope.owner.is_recording else None
+
+
 class RecordedReply(ReplyHandle):
     """Reply of a recorded message."""
 
@@ -153,7 +166,7 @@ class RecordedReply(ReplyHandle):
         self._scope = current.get()
 
     def __call__(self, status: bytes, body: Any, buffers: Any = None) -> None:
-        if self._scope is not None and status not in _NO_STATUS:
+        if self._scope is not None and status not in _NO_STATUS and self._scope.owner.is_recording:
             data, views = plain(body, buffers)
             self._scope.owner.write(Replied(self._scope.message, status, data, views), data, views)
         super().__call__(status, body, buffers)
@@ -221,7 +234,7 @@ class _Recorded(ActorRunner):
         return ActorRecorder(self, file, header)
 
     def _raised(self, error: BaseException, answer: ReplyHandle, cause: BaseException | None = None) -> None:
-        scope = current.get()
+        scope = _recorded_scope()
         if scope is not None:
             scope.error = text_of(error)
         super()._raised(error, answer, cause)
@@ -340,7 +353,7 @@ class _Hooks:
     # ---- sending
 
     def _note(self, kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any) -> Scope | None:
-        scope = current.get()
+        scope = _recorded_scope()
         if scope is None:
             return None
         record = sent_record(scope, describe_message(self._runtime, kind, target, prefix), ref, body, buffers)
@@ -382,7 +395,7 @@ class _Hooks:
         self._push(peer, kind, target, rank, prefix, body, buffers)
 
     def opened(self, number: int, receiver: PortReceiver[Any]) -> None:
-        scope = current.get()
+        scope = _recorded_scope()
         if scope is not None:
             place = scope.next_place()
             self._ports[number] = scope.owner, scope.message, place
@@ -396,7 +409,7 @@ class _Hooks:
         return self._spawned(f"spawn({name!r})", self._spawn_actors(procs, name, *args, **options))
 
     def _spawned(self, what: str, mesh: Any) -> Any:
-        scope = current.get()
+        scope = _recorded_scope()
         if scope is not None:
             body = dumps_in_band(mesh)
             scope.owner.write(Spawned(scope.message, scope.next_place(), what, body), body)
@@ -435,6 +448,8 @@ class _Hooks:
 
     def _arrived(self, known: Known, frame: Frame) -> None:
         recorder, message, place = known
+        if not recorder.is_recording:
+            return
         body, buffers = plain(frame.body, frame.buffers)
         recorder.write(Arrived(message, place, recorder.now(), frame.rank, frame.prefix, body, buffers), body, buffers)
 

@@ -223,6 +223,11 @@ class ReplayFile:
     def now(self) -> float:
         return time.monotonic() - self.began
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `write` has an effect: recording has not stopped, and this is no fork, whose parent has the file."""
+        return self._descriptor >= 0 and self._pid == os.getpid()
+
     def write(self, record: Record, payload: Any = b"", buffers: Any = None) -> str | None:
         """Append a record. ``payload`` and ``buffers`` are those in it, for its size.
 
@@ -230,7 +235,7 @@ class ReplayFile:
         dropped.
         """
         with self._lock:
-            if self._descriptor < 0 or self._pid != os.getpid():  # in a fork, it is the parent's file
+            if not self.is_open:
                 return None
             if self._size + size_of(payload, buffers) > self._limit:
                 return self._stop(record, f"the limit of {self._limit} bytes is reached")

@@ -8,10 +8,12 @@ import random
 import signal
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from monarch_backend._replay import recording
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -237,6 +239,28 @@ class Caller(Actor):
     @endpoint
     def waits(self) -> None:
         self.source.slice(gpus=0).hold.call_one().get()
+
+
+class RecordCounter(Actor):
+    """Counts the payloads that its recording has handled."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.payloads = source, 0
+        for name in ("plain", "sent_record"):
+            setattr(recording, name, self.counted(getattr(recording, name)))
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any) -> Any:
+            self.payloads += 1
+            return function(*args)
+
+        return count
+
+    @endpoint
+    def calls(self, _data: bytes) -> int:
+        """Call another actor. Return the number of payloads until then."""
+        self.source.value.call_one(1).get()
+        return self.payloads
 
 
 class Interleaved(Actor):

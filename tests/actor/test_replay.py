@@ -22,7 +22,7 @@ from monarch_backend._replay.replay_file import Closed, Ended, Header, ReplayErr
 from monarch_backend._replay.script import Script
 from monarch_backend.actor import ActorError, ActorMesh, CancelledError, ProcMesh, SupervisionError, this_host
 from monarch_backend.cli import main
-from tests.actor.replayed_actors import Caller, Divider, Interleaved, Reducer, Source, Weights
+from tests.actor.replayed_actors import Caller, Divider, Interleaved, RecordCounter, Reducer, Source, Weights
 from tests.actor.script_runner import Run, WarmInterpreter
 from tests.actor.support import PATIENCE, Faults
 from tests.support.waiting import wait_until
@@ -315,6 +315,14 @@ def test_limit_of_bytes_ends_the_recording_and_the_file_says_so(
     done = replays.run("weights", "0", "--no-pdb")
     assert done.returncode == 0
     assert done.out.endswith(f"the file ends early: {script.end}\n")
+
+
+def test_nothing_is_encoded_after_the_limit_of_bytes(replays: Replays) -> None:
+    with this_host().spawn_procs() as others, recorded(replays.folder, MONARCH_REPLAY_BYTES="65536") as procs:
+        counter = procs.spawn("counter", RecordCounter, others.spawn("source", Source))
+        counts = [counter.calls.call_one(bytes(20_000)).get(PATIENCE) for _ in range(6)]
+    assert Script(replays.path("counter")).end.startswith("the limit of 65536 bytes is reached")
+    assert 0 < counts[0] < counts[1] < counts[-2] == counts[-1]
 
 
 HEADER = Header(
