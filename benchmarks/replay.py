@@ -62,7 +62,7 @@ def measure(rounds: int) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # The limit is above what a run writes: the recording does not stop.
-        env = {"MONARCH_REPLAY_BYTES": str(1 << 38)}
+        env = {"MONARCH_REPLAY_BYTES": str(1 << 38), "MONARCH_REPLAY_FOLDER_BYTES": str(1 << 38)}
         procs = [host.spawn_procs(replay=folder if each == "on" else None, env=env) for each in CONTENDERS]
         calls = {each: cases(mesh.spawn("echo", Echo)) for each, mesh in zip(CONTENDERS, procs, strict=True)}
         for each in CONTENDERS:

@@ -87,8 +87,7 @@ class ActorRecorder:
         why = self._file.write(record, payload, buffers)
         if why is not None:
             log.warning(
-                "recording of %s, rank %d, for a replay has stopped: %s. The actor goes on. A replay of %s ends there. "
-                "MONARCH_REPLAY_BYTES sets the limit",
+                "recording of %s, rank %d, for a replay has stopped: %s. The actor goes on. A replay of %s ends there",
                 self._name, self._rank, why, self._file.path,
             )  # fmt: skip
 
@@ -215,7 +214,7 @@ class _Recorded(ActorRunner):
         name, host = (re.sub(r"[^\w-]", "_", text)[:80] for text in (self.name, HOST))
         path = folder / f"{name}.{self.rank}.{host}.{program.pid}.{time.time_ns() // 1000}{SUFFIX}"
         try:
-            file = ReplayFile(path, limit)
+            file = ReplayFile(path, limit, env.get("MONARCH_REPLAY_FOLDER_BYTES"))
         except OSError as error:
             log.warning("%s, rank %d, is not recorded for a replay: %s", self.name, self.rank, error)
             return None

@@ -6,6 +6,7 @@ valid file. An incomplete record at the end is left out.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import struct
@@ -22,6 +23,9 @@ from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._transport.local.frames import size_of
 
 SUFFIX = ".replay"
+
+MAX_STEP_BYTES = 4 << 20
+"""Largest number of bytes that a writer adds to a folder before it reads the folder's size again."""
 
 _MARK = b"monarch replay 1\n"
 _HEAD = struct.Struct("<QI")  # bytes of the record, and their CRC-32
@@ -205,12 +209,35 @@ def plain(body: Any, buffers: Any) -> tuple[Any, list[Any] | None]:
     return body, None if buffers is None else [memoryview(buffer).cast("B") for buffer in buffers]
 
 
-class ReplayFile:
-    """File that an actor's process appends to. Any thread may call `write`."""
+def folder_size(folder: Path) -> int:
+    """Return the size of all replay files of a folder in bytes. Raises OSError."""
+    size = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX):
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    size += entry.stat(follow_symlinks=False).st_size
+    return size
 
-    def __init__(self, path: Path, limit_bytes: int) -> None:
-        """Create the file with mode 0600, and its folder with mode 0700. Raises OSError."""
+
+class ReplayFile:
+    """File that an actor's process appends to. Any thread may call `write`.
+
+    ``limit_bytes`` bounds this file. ``folder_limit_bytes`` bounds all replay files of its folder. Each writer reads
+    their size before its next `step` bytes, so the folder may have a step more for each other writer.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int, folder_limit_bytes: int) -> None:
+        """Create the file with mode 0600, and its folder with mode 0700. Raises OSError, also if the folder is full."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder_limit = folder_limit_bytes
+        self._step = min(MAX_STEP_BYTES, folder_limit_bytes // 64)
+        self._unchecked = 0  # bytes that may be written before the folder's size is read
+        if (size := folder_size(path.parent)) >= folder_limit_bytes:
+            raise OSError(
+                f"the replay files in {path.parent} have {size} bytes, and the limit is {folder_limit_bytes}: delete "
+                "old ones, or raise MONARCH_REPLAY_FOLDER_BYTES"
+            )
         self.path = path
         self._pid = os.getpid()
         self.began = time.monotonic()
@@ -237,16 +264,27 @@ class ReplayFile:
         with self._lock:
             if not self.is_open:
                 return None
-            if self._size + size_of(payload, buffers) > self._limit:
-                return self._stop(record, f"the limit of {self._limit} bytes is reached")
             try:
-                data = _encoder.encode(record)
-                if self._size + len(data) > self._limit:
-                    return self._stop(record, f"the limit of {self._limit} bytes is reached")
+                full = self._full(size_of(payload, buffers))
+                if not full:
+                    data = _encoder.encode(record)
+                    full = self._full(len(data))
+                if full:
+                    return self._stop(record, full)
                 self._append(data)
             except (OSError, MemoryError, ValueError) as error:  # ValueError: a part of 4 GiB or more
                 return self._stop(record, f"writing has failed: {error}")
         return None
+
+    def _full(self, size: int) -> str:
+        """Return which limit a record of this size exceeds, if any."""
+        if self._size + size > self._limit:
+            return f"the limit of {self._limit} bytes is reached (MONARCH_REPLAY_BYTES)"
+        if size > self._unchecked:
+            if folder_size(self.path.parent) + size > self._folder_limit:
+                return f"the folder's limit of {self._folder_limit} bytes is reached (MONARCH_REPLAY_FOLDER_BYTES)"
+            self._unchecked = size + self._step
+        return ""
 
     def _append(self, data: bytes) -> None:
         head = _HEAD.pack(len(data), zlib.crc32(data))
@@ -259,6 +297,7 @@ class ReplayFile:
             os.ftruncate(self._descriptor, self._size)  # else the next record would be read as a part of this one
             raise
         self._size += size
+        self._unchecked -= size
 
     def _stop(self, record: Record, why: str) -> str:
         message = getattr(record, "message", 0)

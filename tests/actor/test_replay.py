@@ -308,7 +308,7 @@ def test_limit_of_bytes_ends_the_recording_and_the_file_says_so(
         assert 200_000 < path.stat().st_size < 301_000
     script = Script(path)
     assert script.closed is not None and not script.closed.is_complete
-    assert script.end == f"the limit of 300000 bytes is reached at message {script.last}"
+    assert script.end == f"the limit of 300000 bytes is reached (MONARCH_REPLAY_BYTES) at message {script.last}"
     assert f"recording of weights, rank 0, for a replay has stopped: {script.end}" in capfd.readouterr().err
     found = replays.outcome("weights")
     assert found["deviations"] == [] and 0 < found["messages"] <= script.last < 8
@@ -325,6 +325,22 @@ def test_nothing_is_encoded_after_the_limit_of_bytes(replays: Replays) -> None:
     assert 0 < counts[0] < counts[1] < counts[-2] == counts[-1]
 
 
+def test_limit_of_the_folder_counts_the_files_of_all_restarts(
+    replays: Replays, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends = []
+    with recorded(replays.folder, MONARCH_REPLAY_FOLDER_BYTES="300000") as procs:
+        for _ in range(4):  # as restarts do, each constructs the actor again
+            weights = procs.spawn("weights", Weights, [100, 100])
+            for _ in range(2):
+                weights.add.call_one(torch.ones(100, 100)).get(PATIENCE)
+            ends.append(Script(replays.path("weights")).end)
+            weights.stop().get(PATIENCE)
+    assert 200_000 < replay_file.folder_size(replays.folder) < 301_000
+    assert "the folder's limit of 300000 bytes is reached (MONARCH_REPLAY_FOLDER_BYTES)" in ends[-1]
+    assert f"recording of weights, rank 0, for a replay has stopped: {ends[-1]}" in capfd.readouterr().err
+
+
 HEADER = Header(
     "a", 0, (), (), "main", 0, False, 1, "A", "procs", "host", 1, 0.0, "0" * 32, "0" * 32, "0" * 32, 0, 1 << 20,
     "3", "", "", "/", [], [], b"", b"", None,
@@ -332,7 +348,7 @@ HEADER = Header(
 
 
 def _written(path: Path, count: int = 3) -> Path:
-    file = ReplayFile(path, 1 << 20)
+    file = ReplayFile(path, 1 << 20, 1 << 30)
     assert file.write(HEADER) is None
     assert file.write(Ended(0, "", False)) is None
     for number in range(1, count + 1):
@@ -353,7 +369,7 @@ def test_incomplete_last_record_is_left_out(tmp_path: Path, cut: int) -> None:
 
 
 def test_record_that_is_written_in_part_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, writev = ReplayFile(tmp_path / "a.replay", 1 << 20), os.writev
+    file, writev = ReplayFile(tmp_path / "a.replay", 1 << 20, 1 << 30), os.writev
     assert file.write(HEADER) is None
 
     def full_disk(_descriptor: int, _data: bytes) -> int:
@@ -365,6 +381,23 @@ def test_record_that_is_written_in_part_is_removed(tmp_path: Path, monkeypatch: 
     assert file.write(Ended(0, "x" * 10, False)) == "writing has failed: no space is left in the constructor"
     file.close("there is space again", is_complete=False)
     assert list(replay_file.records(file.path)) == [HEADER, Closed("there is space again", False)]
+
+
+def test_files_of_others_count_for_the_limit_of_the_folder(tmp_path: Path) -> None:
+    file = ReplayFile(tmp_path / "a.replay", 1 << 20, 1 << 17)
+    assert file.write(HEADER) is None
+    (tmp_path / "b.replay").write_bytes(bytes(1 << 17))
+    (tmp_path / "notes.txt").write_bytes(bytes(1 << 17))
+    reason, written = None, 0
+    while reason is None:
+        reason = file.write(Ended(0, "x" * 100, False))
+        written += 100
+    assert reason.startswith(f"the folder's limit of {1 << 17} bytes is reached") and written <= (1 << 17) // 64
+    with pytest.raises(OSError, match=r"have \d+ bytes, and the limit is 131072: delete old ones, or raise MONARCH_RE"):
+        ReplayFile(tmp_path / "c.replay", 1 << 20, 1 << 17)
+    assert not (tmp_path / "c.replay").exists()
+    (tmp_path / "b.replay").unlink()
+    ReplayFile(tmp_path / "c.replay", 1 << 20, 1 << 17).close("it was stopped", is_complete=True)
 
 
 def test_damaged_record_is_an_error(tmp_path: Path) -> None:
