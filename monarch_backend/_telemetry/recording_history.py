@@ -10,6 +10,7 @@ each process, by the machine's boot, the pid and the start of the process. Times
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -75,6 +76,10 @@ class Appended:
     overwritten: int
 
 
+class HistoryWriteError(OSError):
+    """A history could not be written: file, reason, and what to do. A later try may succeed."""
+
+
 class HistoryWriter:
     """Writer of a history, the only one of its folder. Close it, or use it in a ``with`` block.
 
@@ -84,8 +89,9 @@ class HistoryWriter:
 
     def __init__(self, folder: str | Path, keep_s: float, keep_bytes: int) -> None:
         self._folder, self._keep_s, self._keep_bytes = Path(folder), keep_s, keep_bytes
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with _explained(self._folder):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,32 +134,33 @@ class HistoryWriter:
         return dict(self._last)
 
     def append(self, recording: Recording) -> Appended:
-        """Add the events of a recording that was read with `after`. Raises OSError, for example on a full disk."""
+        """Add the events of a recording that was read with `after`.
+
+        Raises HistoryWriteError, for example on a full disk, and adds nothing. The next call may add the same events.
+        """
         now = recording.now_ns + recording.wall_offset_ns
-        path = self._file(now)
+        with _explained(self._folder):
+            path = self._file(now)
         count = overwritten = 0
-        try:
-            with _opened(path) as connection:
-                connection.execute("begin immediate")
-                for each in recording.processes:
-                    row = self._process_row(each, recording.wall_offset_ns, now)
-                    [(number,)] = connection.execute(_UPSERT, row).fetchall()
-                    connection.executemany(
-                        "insert or ignore into event values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                        (_event_row(number, event, recording.wall_offset_ns) for event in each.recorded.events),
-                    )
-                    count += len(each.recorded.events)
-                    overwritten += each.recorded.lost
-                connection.execute("delete from look")
-                unread = json.dumps([astuple(each) for each in recording.unread])
-                connection.execute("insert into look values (?, ?)", (now, unread))
-                connection.execute("commit")
-        except sqlite3.Error as error:
-            raise OSError(f"{path} cannot be written: {error}") from None
+        with _explained(path), _opened(path) as connection:
+            connection.execute("begin immediate")
+            for each in recording.processes:
+                row = self._process_row(each, recording.wall_offset_ns, now)
+                [(number,)] = connection.execute(_UPSERT, row).fetchall()
+                connection.executemany(
+                    "insert or ignore into event values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (_event_row(number, event, recording.wall_offset_ns) for event in each.recorded.events),
+                )
+                count += len(each.recorded.events)
+                overwritten += each.recorded.lost
+            connection.execute("delete from look")
+            unread = json.dumps([astuple(each) for each in recording.unread])
+            connection.execute("insert into look values (?, ?)", (now, unread))
+            connection.execute("commit")
         for each in recording.processes:
             if each.recorded.events:
                 self._last[each.pid, each.recorded.started_ns] = each.recorded.events[-1].number
-        self._delete_old()
+        self.delete_old()
         return Appended(count, overwritten)
 
     def _process_row(self, each: ProcessRecording, wall_offset_ns: int, now: int) -> tuple[Any, ...]:
@@ -183,16 +190,46 @@ class HistoryWriter:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
         return path
 
-    def _delete_old(self) -> None:
-        files = _files(self._folder)
-        sizes = [each.stat().st_size for each in files]
-        oldest = time.time_ns() - int(self._keep_s * 1e9)
-        for number, path in enumerate(files[:-1]):  # the last one is written to
-            # The events of a file ended before the next one was begun.
-            if sum(sizes[number:]) > self._keep_bytes or _begun_ns(files[number + 1]) < oldest:
-                path.unlink()
-            else:
-                break
+    def delete_old(self) -> None:
+        """Delete the files that are not kept any more. `append` does this, too: call it while no program runs.
+
+        Raises HistoryWriteError.
+        """
+        with _explained(self._folder):
+            files = _files(self._folder)
+            sizes = [each.stat().st_size for each in files]
+            oldest = time.time_ns() - int(self._keep_s * 1e9)
+            for number, path in enumerate(files):
+                # The events of a file ended before the next one was begun. The last one may be written to.
+                is_large = path != files[-1] and sum(sizes[number:]) > self._keep_bytes
+                if is_large or (_begun_ns(path) < oldest and self._ended_ns(files, number) < oldest):
+                    path.unlink()
+                else:
+                    break
+
+    def _ended_ns(self, files: list[Path], number: int) -> int:
+        """Return a time after all events of a file: that of the next file, or of its last look."""
+        if number + 1 < len(files):
+            return _begun_ns(files[number + 1])
+        with _opened(files[number]) as connection:
+            [(last,)] = connection.execute("select max(unix_ns) from look")
+        return int(last or _begun_ns(files[number]))
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn a failure at a file or folder into a HistoryWriteError."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        number = getattr(error, "errno", None)
+        reason = getattr(error, "strerror", None) or str(error)
+        cure = ""
+        if number in (errno.ENOSPC, errno.EDQUOT) or "full" in reason:
+            cure = ": free space on its disk, or lower --keep-bytes"
+        elif number in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in reason or "unable to open" in reason:
+            cure = ": let this user write there, or name another folder"
+        raise HistoryWriteError(f"{path} cannot be written: {reason}{cure}") from None
 
 
 def read(folder: str | Path, wanted: EventFilter = ALL_EVENTS) -> Recording:
@@ -203,7 +240,10 @@ def read(folder: str | Path, wanted: EventFilter = ALL_EVENTS) -> Recording:
     """
     files = _files(Path(folder))
     if not files:
-        raise OSError(f"{folder} is no folder of monarch-backend export history: it has no files {_PREFIX}*{_SUFFIX}")
+        raise OSError(
+            f"{folder} is no folder of monarch-backend export history: it has no files {_PREFIX}*{_SUFFIX}. All of a "
+            "history are deleted if no program has run within its --keep-hours"
+        )
     rows: dict[Key, dict[str, Any]] = {}
     events: dict[Key, list[RecordedEvent]] = {}
     overwritten: dict[Key, int] = {}

@@ -14,6 +14,7 @@ from monarch_backend.cli.arguments import add_program, fail, nothing_there, unti
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.export.otlp import Exporter, Sent
+    from monarch_backend._telemetry.recording_history import HistoryWriter
 
 DEFAULT_INTERVAL_S = 10.0
 DEFAULT_KEEP_HOURS = 24.0
@@ -140,8 +141,6 @@ def _save(args: argparse.Namespace) -> int:
 
 def _keep(args: argparse.Namespace) -> int:
     """Add to a history until a signal. Programs may end and start meanwhile."""
-    from monarch_backend._telemetry import program_recording
-    from monarch_backend._telemetry.reader import EventFilter
     from monarch_backend._telemetry.recording_history import HistoryWriter
     from monarch_backend.cli.subject import job_file
 
@@ -149,25 +148,40 @@ def _keep(args: argparse.Namespace) -> int:
         return fail("export", "name the folder: -o FOLDER")
     if args.program is not None and job_file(args.program) is not None:
         return fail("export", f"{args.program} is a job: run this on each of its hosts, with a program or without")
-    is_waiting = False
     try:
         with HistoryWriter(args.output, args.keep_hours * 3600, args.keep_bytes) as history, until_signal() as ended:
-            while True:
-                try:
-                    added = history.append(program_recording.read(args.program, EventFilter(after=history.after)))
-                    lost = f"; {added.overwritten} older events were overwritten" if added.overwritten else ""
-                    print(f"added {added.events} events{lost}", flush=True)
-                    is_waiting = False
-                except LookupError as error:
-                    if args.once:
-                        raise
-                    if not is_waiting:
-                        print(f"waits: {error}", flush=True)
-                    is_waiting = True
-                if args.once or ended.wait(args.interval):
-                    return 0
+            _add(history, args, ended)
+            return 0
     except (LookupError, NotImplementedError, OSError, ValueError) as error:
         return fail("export", error)
+
+
+def _add(history: HistoryWriter, args: argparse.Namespace, ended: threading.Event) -> None:
+    """Add in each interval what is new. While nothing can be added, the reason is printed once, and old files end."""
+    from monarch_backend._telemetry import program_recording
+    from monarch_backend._telemetry.reader import EventFilter
+    from monarch_backend._telemetry.recording_history import HistoryWriteError
+
+    problem = ""
+    while True:
+        try:
+            history.delete_old()
+            added = history.append(program_recording.read(args.program, EventFilter(after=history.after)))
+        except (LookupError, HistoryWriteError) as error:
+            if args.once:
+                raise
+            if str(error) != problem:
+                problem = str(error)
+                if isinstance(error, LookupError):
+                    print(f"waits: {error}", flush=True)
+                else:
+                    fail("export", f"{error}. This is tried again each {args.interval:g} s")
+        else:
+            problem = ""
+            lost = f"; {added.overwritten} older events were overwritten" if added.overwritten else ""
+            print(f"added {added.events} events{lost}", flush=True)
+        if args.once or ended.wait(args.interval):
+            return
 
 
 def _repeat(exporter: Exporter, interval: float, ended: threading.Event) -> int:

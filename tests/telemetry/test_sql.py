@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import math
+import os
 import re
 import signal
 import sqlite3
@@ -224,6 +226,63 @@ def test_damaged_file_of_a_history_is_an_error_and_a_copy_is_left_alone(history:
     (tmp_path / file.name).write_bytes(b"")
     with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
         assert writer.after == {}
+
+
+def test_interval_that_cannot_be_written_is_tried_again(
+    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened, looks = recording_history._opened, list[EventFilter]()
+
+    def full_disk(path: Path) -> Any:
+        if len(looks) < 3:
+            raise sqlite3.OperationalError("database or disk is full")
+        return opened(path)
+
+    def read(program: str, wanted: EventFilter) -> Recording:
+        looks.append(wanted)
+        if len(looks) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise LookupError("there is none")
+        return recording
+
+    monkeypatch.setattr(recording_history, "_opened", full_disk)
+    monkeypatch.setattr(program_recording, "read", read)
+    command = ["export", "history", "-o", str(tmp_path / "kept"), "--interval", "0.1"]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    count = sum(len(each.recorded.events) for each in recording.processes)
+    assert printed.out == f"added {count} events\nwaits: there is none\n"
+    [path] = (tmp_path / "kept").glob("history-*.sqlite")
+    reason = f"{path} cannot be written: database or disk is full: free space on its disk, or lower --keep-bytes"
+    assert printed.err == f"monarch-backend export: {reason}. This is tried again each 0.1 s\n"
+    looks.clear()
+    assert main(["export", "history", "-o", str(tmp_path / "other"), "--once"]) == 1
+    assert capsys.readouterr().err.endswith(reason.rpartition("cannot")[2] + "\n")
+
+
+def test_folder_that_cannot_be_written_is_named_with_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match=f"^{tmp_path} cannot be written: Permission denied: let this user write there"):
+        HistoryWriter(tmp_path, 3600, 1 << 30)
+
+
+def test_old_files_are_deleted_while_no_program_runs(recording: Recording, tmp_path: Path) -> None:
+    old = replace(recording, now_ns=recording.now_ns - int(1800e9))
+    with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+        writer.append(old)
+    with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+        writer.delete_old()
+        assert len(list(tmp_path.glob("history-*"))) == 1
+    command = ["export", "history", "no-program-of-this-name", "-o", str(tmp_path), "--once", "--keep-hours"]
+    assert main([*command, "0.6"]) == 1
+    assert len(list(tmp_path.glob("history-*"))) == 1
+    assert main([*command, "0.4"]) == 1
+    assert list(tmp_path.glob("history-*")) == []
+    with pytest.raises(OSError, match="All of a history are deleted if no program has run within its --keep-hours"):
+        sql.answer_from("select 1", str(tmp_path))
 
 
 def test_commands_keep_and_ask_a_history(running: subprocess.Popen[str], tmp_path: Path) -> None:
