@@ -19,11 +19,14 @@ from pathlib import Path
 import pytest
 
 from monarch_backend._core import platform
-from monarch_backend._telemetry.export import prometheus
+from monarch_backend._telemetry.export import prometheus, series
 from monarch_backend._telemetry.export.series import BOUNDS, Collector, Distribution, Family, Point
 from monarch_backend._telemetry.metrics import InstrumentKind
+from monarch_backend._telemetry.program_recording import Recording, Unread
+from monarch_backend._telemetry.reader import EventFilter
 from monarch_backend._telemetry.subject import ThisMachine
 from monarch_backend.cli import main
+from tests.telemetry.recordings import recording_of
 from tests.telemetry.traced_program import traced_program
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -168,6 +171,51 @@ def test_sums_continue_after_events_are_overwritten() -> None:
     assert _where(found["values_count"], further_attributes="true") == [1001]
     assert _where(found["monarch_events_overwritten_total"], pid=str(child.pid)) == [0]
     assert found["size_total"][0][1] == 7 and found["queued"][0][1] == 2
+
+
+def _sent(families: list[Family]) -> dict[int, float]:
+    """Return the number of sent messages by pid."""
+    [family] = [each for each in families if each.name == "monarch.messages.sent"]
+    return {point.process.pid: float(point.value) for point in family.points if point.process is not None}  # type: ignore[arg-type]
+
+
+def test_ended_processes_are_dropped_while_a_host_is_not_read() -> None:
+    away = [Unread(0, "host b", "it has not answered")]
+    looks = iter(
+        [
+            recording_of({"a": [1, 2], "b": [3]}, []),
+            *(recording_of({"a": [2, pid]}, away) for pid in range(100, 200)),
+            recording_of({"a": [2], "b": [3]}, []),
+        ]
+    )
+    asked: list[EventFilter] = []
+
+    def read(wanted: EventFilter) -> Recording:
+        asked.append(wanted)
+        return next(looks)
+
+    collector = Collector(read)
+    for _ in range(102):
+        families, _ = collector.look()
+    assert {pid for pid, _ in asked[-1].after} == {2, 3, 199}
+    assert _sent(families) == {2: 102, 3: 2}  # the host that was away has not begun again
+
+
+def test_number_of_processes_that_are_not_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series, "MAX_UNSEEN", 2)
+    unread = [Unread(7, "", "its recording cannot be read")]  # any process may be below it
+    looks = iter([recording_of({"a": [pid]}, unread) for pid in range(1, 7)])
+    asked: list[EventFilter] = []
+
+    def read(wanted: EventFilter) -> Recording:
+        asked.append(wanted)
+        return next(looks)
+
+    collector = Collector(read)
+    for _ in range(6):
+        collector.look()
+    known = [sorted(pid for pid, _ in each.after) for each in asked]
+    assert known == [[], [1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
 
 
 COLLECTIVES = """

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._core import platform
+from monarch_backend._telemetry.program_recording import Unread
 from monarch_backend._telemetry.subject import ThisMachine
 from monarch_backend.cli import main
 from tests.support.waiting import wait_until
@@ -23,6 +24,7 @@ from tests.telemetry.traced_program import traced_program
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from monarch_backend._telemetry.export import otlp
 from tests.telemetry.otlp_receiver import Receiver, attributes, receiver
+from tests.telemetry.recordings import recording_of
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
 
@@ -180,6 +182,16 @@ def test_spans_that_were_taken_before_a_failure_are_not_sent_again(
         assert exporter.send(is_last=True).spans == 0
     sent = [span.span_id for _, span in server.spans]
     assert len(sent) == len(set(sent)) == 5 + left and left > 5
+
+
+def test_number_of_processes_that_are_not_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "MAX_UNSEEN", 2)
+    recordings = [recording_of({"a": [pid]}, [Unread(0, "host b", "away")]) for pid in range(6) for _ in range(2)]
+    looks = iter(recordings)
+    with receiver() as server, contextlib.closing(otlp.Exporter(lambda _: next(looks), server.url)) as exporter:
+        for _ in range(6):
+            exporter.send()
+    assert [pid for pid, _ in exporter._exported] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("status", [401, 404])

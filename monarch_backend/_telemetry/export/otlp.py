@@ -23,7 +23,15 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from monarch_backend import __version__
-from monarch_backend._telemetry.export.series import BOUNDS, Collector, Distribution, Family, title_of
+from monarch_backend._telemetry.export.series import (
+    BOUNDS,
+    MAX_UNSEEN,
+    Collector,
+    Distribution,
+    Family,
+    title_of,
+    with_unseen,
+)
 from monarch_backend._telemetry.export.span_tree import Node, SpanTree
 from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.metrics import SUMS, InstrumentKind
@@ -75,7 +83,7 @@ class Exporter:
         self._collector, self._tree = Collector(read), SpanTree()
         self._exported: dict[tuple[int, int], int] = {}  # the last event of each process
         self._waiting: set[int] = set()  # spans to be sent later
-        self._lost: set[int] = set()  # spans that were open when their process ended
+        self._lost: dict[int, None] = {}  # spans that were open when their process ended, as a set in order
         self._taken: set[int] = set()  # spans that the receiver took in a call that failed later
 
     def send(self, *, is_last: bool = False) -> Sent:
@@ -120,10 +128,12 @@ class Exporter:
         if not recording.unread:  # else a host may be among them, whose processes are read again later
             self._exported.clear()
             self._lost.clear()
-        self._exported |= {
+        exported = {
             each.recorded.key: each.recorded.events[-1].number for each in recording.processes if each.recorded.events
         }
-        self._lost |= {node.own for node in nodes if node.number is None and node.end is not None}
+        lost = {node.own: None for node in nodes if node.number is None and node.end is not None}
+        self._exported = with_unseen(exported, self._exported, MAX_UNSEEN)
+        self._lost = with_unseen(lost, self._lost, MAX_UNSEEN)
         self._taken = set()
 
     @contextlib.contextmanager

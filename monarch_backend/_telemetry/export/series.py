@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from monarch_backend._telemetry.kinds import Kind, State, Status
 from monarch_backend._telemetry.metrics import MAX_TOTALS, InstrumentKind
@@ -33,11 +33,17 @@ BOUNDS = tuple(float(f"{digit}e{exponent}") for exponent in range(-5, 5) for dig
 FURTHER = {"further_attributes": "true"}
 """Attributes of the series that all values share after the first `MAX_TOTALS` sets of attributes of an instrument."""
 
+MAX_UNSEEN = 10_000
+"""Processes that are remembered while a host is not read. On a host that was read, those that are not seen ended."""
+
 _KINDS = frozenset(InstrumentKind)  # a later release may have more
 
 Attributes = tuple[tuple[str, str], ...]
 ProcessKey = tuple[int, int]
 """A process: `RecordedProcess.key`."""
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass
@@ -110,12 +116,14 @@ class _Sums:
     """Sums of a process over all looks. The latest value of gauges, and the sum of counters, are replaced by each."""
 
     def __init__(self) -> None:
+        self.host = ""
         self.last_event = 0
         self.users: dict[tuple[int, str], dict[Attributes, float | Distribution]] = {}
         self.counts = Counter[tuple[str, Attributes]]()
         self.durations: dict[Attributes, Distribution] = {}
 
     def add(self, process: ProcessRecording) -> None:
+        self.host = process.host
         self.counts["monarch.events.overwritten", ()] += process.recorded.lost
         for event in process.recorded.events:
             self.last_event = event.number
@@ -160,6 +168,16 @@ class _Sums:
             series[key] = double(event.trace)
 
 
+def with_unseen(seen: dict[K, V], before: dict[K, V], most: int) -> dict[K, V]:
+    """Return ``seen`` after the other entries of ``before``: at most this number, those that were seen last.
+
+    >>> with_unseen({"a": 1}, {"a": 0, "b": 0, "c": 0}, 1)
+    {'c': 0, 'a': 1}
+    """
+    unseen = [key for key in before if key not in seen]
+    return {**{key: before[key] for key in unseen[-most:]}, **seen}
+
+
 class Collector:
     """Reader of the metrics of programs. ``read`` returns a recording of them with the wanted events."""
 
@@ -178,9 +196,15 @@ class Collector:
             key = process.recorded.key
             sums[key] = self._sums.get(key) or _Sums()
             sums[key].add(process)
-        # Those of processes that are gone are dropped, unless a host was not read this time.
-        self._sums = self._sums | sums if recording.unread else sums
+        self._sums = with_unseen(sums, self._unread(recording), MAX_UNSEEN)
         return list(self._families(recording)), recording
+
+    def _unread(self, recording: Recording) -> dict[ProcessKey, _Sums]:
+        """Return the sums of processes that may still run: none, unless a host or a process was not read this time."""
+        if not recording.unread or any(each.pid for each in recording.unread):
+            return self._sums if recording.unread else {}
+        read = {each.host for each in recording.programs}
+        return {key: each for key, each in self._sums.items() if each.host not in read}
 
     def _families(self, recording: Recording) -> Iterator[Family]:
         made: dict[object, Family] = {
