@@ -38,6 +38,7 @@ from monarch_backend._actor.errors import (
     SupervisionError,
     UnknownEndpointError,
 )
+from monarch_backend._actor.host_ending import HostEnding
 from monarch_backend._actor.meshes.actor_mesh import ActorMesh
 from monarch_backend._actor.meshes.named_actors import get_or_spawn_controller
 from monarch_backend._actor.restart_policy import Restart
@@ -70,6 +71,7 @@ __all__ = [
     "Endpoint",
     "Extent",
     "Future",
+    "HostEnding",
     "HostMesh",
     "MeshFailure",
     "PeerGoneError",

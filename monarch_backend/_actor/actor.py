@@ -117,11 +117,13 @@ class Actor:
     ``proc_mesh.spawn("name", MyActor, *args)`` constructs one in each process. Calling a subclass directly raises
     TypeError, and so does pickling an actor.
 
-    A subclass may define two further methods, plain or ``async``:
+    A subclass may define three further methods, plain or ``async``:
 
     - ``__supervise__(self, failure) -> bool`` receives the `MeshFailure` of a mesh that this actor has spawned.
       Return True if it is handled; otherwise this actor fails, too.
     - ``__cleanup__(self, exc)`` runs when the actor ends. ``exc`` is the error that ended it, or None.
+    - ``__host_ending__(self, notice)`` receives the `HostEnding` of a host that ends soon. It runs before the messages
+      in the queue; an async actor runs it beside its running endpoint. An error in it is logged.
 
     >>> from monarch_backend.actor import Actor, endpoint, this_proc
     >>> class Counter(Actor):

@@ -11,6 +11,7 @@ from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
 
 if TYPE_CHECKING:
     from monarch_backend._actor.execution.runner import ActorRunner
+    from monarch_backend._actor.host_ending import HostEnding
 
 runner: ContextVar[Any] = ContextVar("monarch_actor", default=None)
 message: ContextVar[tuple[int, Extent] | None] = ContextVar("monarch_message", default=None)
@@ -92,6 +93,11 @@ class Context:
     def __init__(self, actor_instance: ActorInstance, message_rank: Point) -> None:
         self.actor_instance = actor_instance
         self.message_rank = message_rank
+
+    @property
+    def host_ending(self) -> HostEnding | None:
+        """`HostEnding` of this process's host, if its end was announced. A long endpoint may check it."""
+        return program().host_ending
 
 
 def context() -> Context:

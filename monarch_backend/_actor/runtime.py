@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend._actor import current_runtime, notebook, process_groups, program_exit
+from monarch_backend._actor import current_runtime, host_ending, notebook, process_groups, program_exit
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.pending_calls import STREAM_WINDOW, cancel_calls
@@ -91,6 +91,7 @@ class Runtime:
         self.main_children: list[Any] = []  # meshes that the main program has spawned
         self.closing = False
         self.leaving = False  # this process is to end
+        self.host_ending: host_ending.HostEnding | None = None  # the notice of this host's end
         self.last: list[Callable[[], None]] = []  # called when all actors of this process have ended
         self.disowned = False  # this process is a fork of the runtime's process
         self.home_extent: Extent | None = None  # extent of this process's mesh; None in the main program
@@ -235,6 +236,8 @@ class Runtime:
         elif message.name == REPORT_BUSY:
             for runner in list(self.runners.values()):
                 runner.code.report_busy()
+        elif message.name == host_ending.SETTING:
+            host_ending.announce(self, *message.value)
         elif message.name == "log_level":
             install_worker_logging(message.value)
         elif message.name == "abort_groups":

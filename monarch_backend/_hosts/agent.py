@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
+from monarch_backend._actor import host_ending
 from monarch_backend._core import env, platform
 from monarch_backend._hosts import protocol
 from monarch_backend._hosts.connection_settings import tls_for
@@ -32,6 +33,7 @@ from monarch_backend._hosts.protocol import (
     Attach,
     Attached,
     AttachFailed,
+    Ending,
     Exited,
     Finish,
     Hosts,
@@ -135,6 +137,7 @@ class AgentProcess:
         self._router.wake = self._progress.wake  # type: ignore[method-assign]
         self._router.later = self._progress.later  # type: ignore[method-assign]
         self._router.on_gone = self._gone
+        self._router.on_met = self._met
         self._router.control[AgentFrame] = self._told
         self._router.control.update(dict.fromkeys((Replaced, Setting), lambda *_: None))  # they are for all processes
         self._root = self._router.peer(plan.root)
@@ -166,6 +169,7 @@ class AgentProcess:
         self._pids: dict[int, int] = {}  # by the controller's numbers
         self._output: OutputReader | None = None
         self._end = CreditWaiter()
+        self._ending: tuple[float, str] | None = None  # monotonic time of this host's end, and the reason
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
@@ -212,6 +216,28 @@ class AgentProcess:
                     preamble, fds, _, _ = socket.recv_fds(connection, 4096, 1)
                     for fd in fds:
                         self._tcp.take_over(socket.socket(fileno=fd), preamble)
+                    if not fds and preamble:
+                        self._hear_daemon(preamble)
+
+    def _hear_daemon(self, data: bytes) -> None:
+        message = protocol.decode(data)  # the daemon has forked this process: they have the same release
+        assert isinstance(message, Ending)
+        until = time.monotonic() + message.seconds
+        self._progress.later(0.0, lambda: self._announce(until, message.reason))
+
+    def _announce(self, until: float, reason: str) -> None:
+        """Report the end of this host to the controller, and to all processes here."""
+        self._ending = until, reason
+        self._tell(Ending(until - time.monotonic(), reason))
+        for token in self._gateway.local_processes():
+            self._met(self._router.peer(token))
+
+    def _met(self, peer: Peer) -> None:
+        """Report the end of this host to a process here, if it was announced."""
+        if self._ending is not None and host_of(peer.token) == host_of(self._plan.token):
+            until, reason = self._ending
+            notice = [protocol.host_name(), reason, until - time.monotonic()]
+            self._router.tell(peer, Setting(host_ending.SETTING, notice))
 
     def _finish(self, why: str) -> None:
         if not self._end.ready:

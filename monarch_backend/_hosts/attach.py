@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from monarch_backend._actor.host_ending import HostEnding
 from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts import agent as agent_module
 from monarch_backend._hosts import protocol, remote_places
 from monarch_backend._hosts.connection_settings import find_secret, parse_address, tls_for
-from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Places, Started
+from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Ending, Finish, Hosts, Lost, Places, Started
 from monarch_backend._hosts.remote_spawner import RemoteSpawner
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.host_mesh import HostMesh
@@ -29,6 +32,8 @@ from monarch_backend._transport.network.auth import name_of
 from monarch_backend._transport.network.connection import Timeouts
 from monarch_backend._transport.network.remote_links import RemoteLinks
 from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
+
+log = logging.getLogger("monarch_backend")
 
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for the gateway to end its sessions with other hosts."""
@@ -55,6 +60,7 @@ class Host:
         self.agent, self.spawner, self.workers = agent, spawner, answer.workers
         self.through = through  # the host on the route to it, if this one cannot connect to it
         self.lost: str | None = None  # the reason, once it is lost
+        self.ending: HostEnding | None = None  # once its end was announced
         self.explain: Callable[[], str] | None = None  # asks a scheduler why it is lost
 
 
@@ -246,6 +252,9 @@ class HostRegistry(RuntimeExtension):
             self.lost(message.host, message.reason)
         elif isinstance(message, Places):
             remote_places.of_runtime(self._program).heard(message)
+        elif host is not None and isinstance(message, Ending):
+            host.ending = HostEnding(host.name, message.reason, time.time() + message.seconds)
+            log.warning("host %s: %s", host.name, host.ending)
         elif host is not None:
             host.spawner.heard(message)
 

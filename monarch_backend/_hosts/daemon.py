@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import threading
@@ -23,7 +24,7 @@ from monarch_backend._core.addresses import is_loopback
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._hosts import agent, protocol
 from monarch_backend._hosts.connection_settings import given_secrets, parse_address, tls_for
-from monarch_backend._hosts.protocol import Ask, Unwelcome, Versions, Welcome
+from monarch_backend._hosts.protocol import Ask, Ending, Unwelcome, Versions, Welcome
 from monarch_backend._processes import local_sockets
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFailed
@@ -36,6 +37,9 @@ log = logging.getLogger("monarch_backend")
 
 AGENT_READY_TIMEOUT_S = 5.0
 """Seconds until a new agent must accept a connection that is handed over to it."""
+
+NOTICE_POLL_S = 0.1
+"""Seconds between two looks whether a host that is to end still has controllers."""
 
 MAX_FRAME_BYTES = 64 << 10
 """Limit of a frame to a daemon. It reads only `Ask` messages, which have a few hundred bytes."""
@@ -60,6 +64,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._agents: dict[int, str] = {}  # tokens of agents, by the spawner's numbers
         self._last_agent_end = time.monotonic()
+        self._ending: tuple[float, str] | None = None  # monotonic time of this host's end, and the reason
         self._tcp = Tcp(
             os.urandom(16),
             secrets_by_name(*known),
@@ -88,6 +93,32 @@ class Daemon:
             return
         log.warning("this host ends: no controller has been attached for %g s", seconds)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    @property
+    def has_controllers(self) -> bool:
+        with self._lock:
+            return bool(self._agents)
+
+    def announce_end(self, seconds: float, reason: str) -> None:
+        """Report to all controllers, present and new ones, that this host ends in ``seconds``. Returns at once."""
+        with self._lock:
+            self._ending = time.monotonic() + seconds, reason
+            tokens = list(self._agents.values())
+        for token in tokens:
+            self._tell_of_end(token, time.monotonic() + AGENT_READY_TIMEOUT_S)
+
+    def _tell_of_end(self, token: str, until: float) -> None:
+        """Report the end of this host to an agent, which may still be starting."""
+        assert self._ending is not None
+        at, reason = self._ending
+        try:
+            with local_sockets.connect(agent.meeting_point(token), 1) as way:
+                way.sendall(protocol.encode(Ending(max(0.0, at - time.monotonic()), reason)))
+        except OSError:
+            with self._lock:
+                there = token in self._agents.values()
+            if there and time.monotonic() < until:
+                self._tcp.later(0.01, lambda: self._tell_of_end(token, until))
 
     def close(self) -> None:
         self._closing = True
@@ -126,6 +157,9 @@ class Daemon:
             os.close(write)
         with self._lock:
             self._agents[number] = token
+            is_ending = self._ending is not None
+        if is_ending:
+            self._tcp.later(0.0, lambda: self._tell_of_end(token, time.monotonic() + AGENT_READY_TIMEOUT_S))
         return Welcome(token, protocol.host_name(), here, self._workers)
 
     def _event(self, event: Event) -> None:
@@ -166,6 +200,8 @@ def run_worker_loop_forever(
     workers: Sequence[str] = (),
     on_ready: Any = None,
     tether: float | None = None,
+    notice: float = 0.0,
+    notice_signal: int = signal.SIGTERM,
 ) -> None:
     """Make this machine a host for controllers, until SIGTERM or Ctrl-C. Then all processes on the host are killed.
 
@@ -174,13 +210,16 @@ def run_worker_loop_forever(
     host listens. With ``tether`` the host also ends when no controller has been attached for that many seconds. A
     controller that dies is then not attached any more.
 
+    With ``notice`` the host goes on for that many seconds after ``notice_signal``, while a controller is attached. Its
+    controllers and actors receive a `HostEnding` at once. SIGTERM during the notice, or Ctrl-C at any time, ends it.
+
     ``secret`` is that of the job, 32 bytes, or those of several jobs, which cannot access each other. The default is
     MONARCH_SECRET or the file MONARCH_SECRET_FILE, which has one secret in each line. Without these it is the user's
     own, on loopback only.
 
-    Raises ValueError for an invalid address or ``tether``, and OSError if it is not possible to listen on it. Raises
-    PermissionError for an address that other machines can reach without a secret of the job. Call it on the main
-    thread.
+    Raises ValueError for an invalid address, ``tether`` or ``notice``, and OSError if it is not possible to listen
+    there. Raises PermissionError for an address that other machines can reach without a secret of the job. Call it on
+    the main thread.
 
     >>> import os, signal
     >>> from monarch_backend.hosts import run_worker_loop_forever
@@ -192,6 +231,7 @@ def run_worker_loop_forever(
     """
     host, port = parse_address(address)
     tether = check_timeout(tether, "tether", zero=False)
+    notice = check_timeout(notice, "notice") or 0.0
     if isinstance(workers, str):
         raise ValueError("workers is a list of addresses")
     for worker in workers:
@@ -204,30 +244,51 @@ def run_worker_loop_forever(
         )
     allow_descriptors()
     daemon = Daemon(*(known or [user_secret()]), workers=workers)
-    with _signals(signal.SIGTERM, signal.SIGINT) as told_to_end:
+    with _signals(signal.SIGTERM, signal.SIGINT, notice_signal) as next_signal:
         try:
             where = daemon.start(host, port)
             if on_ready is not None:
                 on_ready(*where)
             if tether is not None:
                 daemon.end_without_controller(tether)
-            told_to_end()
+            number = next_signal()
+            if notice and number == notice_signal:
+                _give_notice(daemon, notice, number, next_signal)
         finally:
             daemon.close()
 
 
+def _give_notice(daemon: Daemon, seconds: float, number: int, next_signal: Callable[..., int]) -> None:
+    """Announce the host's end, and return when it has to end: in time, without controllers, or by a signal."""
+    until = time.monotonic() + seconds
+    if daemon.has_controllers:
+        log.warning("this host ends in %g s: it has received %s", seconds, signal.Signals(number).name)
+        daemon.announce_end(seconds, f"it has received {signal.Signals(number).name}")
+    while daemon.has_controllers and (left := until - time.monotonic()) > 0:
+        if next_signal(min(left, NOTICE_POLL_S)) in (signal.SIGTERM, signal.SIGINT):
+            return
+
+
 @contextlib.contextmanager
-def _signals(*numbers: int) -> Iterator[Callable[[], None]]:
-    """Yield a wait for one of these signals, also an earlier one. It reads a socket: a lock would miss some."""
+def _signals(*numbers: int) -> Iterator[Callable[..., int]]:
+    """Yield a function that waits for one of these signals, also an earlier one, and returns its number.
+
+    It returns 0 after ``seconds``, its argument. It reads a socket: a lock would miss some signals.
+    """
     told, tell = socket.socketpair()
     with told, tell:
         tell.setblocking(False)
         handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
         before = signal.set_wakeup_fd(tell.fileno())
 
-        def wait() -> None:
-            while told.recv(1)[0] not in numbers:
-                pass
+        def wait(seconds: float | None = None) -> int:
+            until = None if seconds is None else time.monotonic() + seconds
+            while True:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                if not select.select([told], [], [], left)[0]:
+                    return 0
+                if (number := told.recv(1)[0]) in numbers:
+                    return int(number)
 
         try:
             yield wait

@@ -41,15 +41,18 @@ class Identity(msgspec.Struct, frozen=True):
         except ProcessLookupError:
             return False
 
-    def end(self, grace: float) -> None:
-        """Send SIGTERM, and SIGKILL ``grace`` seconds later. Do nothing if it has ended. Raises PermissionError."""
+    def end(self, grace: float, first: int = signal.SIGTERM) -> None:
+        """Send the signal ``first``, and SIGKILL ``grace`` seconds later. Do nothing if it has ended.
+
+        Raises PermissionError.
+        """
         with contextlib.ExitStack() as stack, contextlib.suppress(ProcessLookupError):
             send = functools.partial(os.kill, self.pid)  # another process could get the pid before the signal
             if platform.HAS_PIDFD:  # the descriptor refers to one process
                 fd = os.pidfd_open(self.pid)
                 stack.callback(os.close, fd)
                 send = functools.partial(signal.pidfd_send_signal, fd)
-            for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+            for number, seconds in ((first, grace), (signal.SIGKILL, 5.0)):
                 if not self.runs():
                     return
                 send(number)

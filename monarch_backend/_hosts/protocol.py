@@ -166,6 +166,13 @@ class Lost(_Message, tag="lost", frozen=True):
     reason: str
 
 
+class Ending(_Message, tag="ending", frozen=True):
+    """Notice that a host ends in ``seconds``: from its daemon to its agents, and from these to their controllers."""
+
+    seconds: float
+    reason: str
+
+
 class PlaceOfCall(msgspec.Struct, frozen=True, array_like=True):
     """A call whose receiver has this identity in recordings; the other fields are those of `whereabouts.Call`."""
 

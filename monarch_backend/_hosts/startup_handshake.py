@@ -38,13 +38,16 @@ def run(
     log: str | None,
     workers: Sequence[str] = (),
     tether: float | None = None,
+    notice: float = 0.0,
 ) -> int:
     """Run a host until it has to end; with ``detach``, until it is independent. Return an exit code.
 
     ``secret_from_stdin``: the first line of standard input is the job's secret. ``exit_with_stdin``: end with standard
     input, unless there is a line "stay". ``detach``: continue in a new session, with the output in ``log``.
     ``workers``: addresses of hosts that can be reached through this one. ``tether``: end when no controller has been
-    attached for that many seconds. Raises OSError, ValueError.
+    attached for that many seconds. ``notice``: seconds for which the host goes on after SIGTERM.
+
+    Raises OSError, ValueError.
     """
     if detach:
         where = log_file(log)
@@ -55,8 +58,8 @@ def run(
             return _see_it_off(child, done, where)
         os.close(done)
         os.setsid()
-        return _Host(tell, where).run(address, secret_from_stdin, exit_with_stdin, workers, tether)
-    return _Host(None, None).run(address, secret_from_stdin, exit_with_stdin, workers, tether)
+        return _Host(tell, where).run(address, secret_from_stdin, exit_with_stdin, workers, tether, notice)
+    return _Host(None, None).run(address, secret_from_stdin, exit_with_stdin, workers, tether, notice)
 
 
 class _Host:
@@ -68,7 +71,7 @@ class _Host:
 
     def run(
         self, address: str, secret_from_stdin: bool, exit_with_stdin: bool, workers: Sequence[str],
-        tether: float | None,
+        tether: float | None, notice: float,
     ) -> int:  # fmt: skip
         self._leave_streams()
         secret = None
@@ -88,7 +91,9 @@ class _Host:
                 self._stand_alone()
 
         try:
-            run_worker_loop_forever(address, secret=secret, workers=workers, on_ready=ready, tether=tether)
+            run_worker_loop_forever(
+                address, secret=secret, workers=workers, on_ready=ready, tether=tether, notice=notice
+            )
         except (OSError, ValueError) as error:
             where = f"can't listen on {address}: " if getattr(error, "errno", None) in _ADDRESS else ""
             print(f"monarch-backend up: {where}{error}", file=sys.stderr)
@@ -123,7 +128,7 @@ class _Host:
             if line.strip() == STAY:
                 self._stand_alone()
                 return
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
 
     def _stand_alone(self) -> None:
         if self._done is not None:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,7 +52,7 @@ class HostStatus:
     - "not started";
     - "pending": a scheduler has not started it yet, and ``reason`` has what it waits for;
     - "up";
-    - "ending": it runs, and its scheduler has announced its end;
+    - "ending": it runs, and its scheduler has announced its end, or the host itself to this program;
     - "gone";
     - "unknown: " with the reason.
 
@@ -470,7 +470,7 @@ class Job:
             host, state = found.get((plan.mesh, plan.index), (None, "not started"))
             address, log = ("", "") if host is None else (host.address, host.log)
             result.append(HostStatus(plan.mesh, plan.index, state, address, log))
-        return result
+        return result if file is None else with_notices(result, file)
 
     def watch(self, *, interval: float = 1.0, timeout: float | None = None) -> Iterator[HostStatus]:
         """Yield the status of each host, and then each change, until the job has ended or ``timeout`` seconds are over.
@@ -592,6 +592,27 @@ def _lost(mesh: HostMesh) -> bool:
     hosts = [runtime.hosts.find(each) for each in mesh.hosts or ()]
     # None: this is a fork of the program that has attached them.
     return any(host is None or host.lost is not None for host in hosts)
+
+
+def with_notices(states: Sequence[HostStatus], file: JobFile) -> list[HostStatus]:
+    """Return states in which hosts that have announced their end to this program are "ending"."""
+    notices: dict[tuple[str, int], str] = {}
+    started = {(host.mesh, host.index): host.incarnation or host.process for host in file.hosts}
+    with _attaching:
+        attached = [(name, each, mesh.hosts) for (job, name, each), mesh in _attached.items() if job == file.id]
+    for name, incarnations, hosts in attached:
+        for index, (incarnation, host_id) in enumerate(zip(incarnations, hosts or (), strict=True)):
+            runtime: Any = program()
+            host = runtime.hosts.find(host_id)
+            is_same = started.get((name, index)) == incarnation
+            if is_same and host is not None and host.lost is None and host.ending is not None:
+                notices[name, index] = str(host.ending)
+    return [
+        replace(each, state="ending", reason=notices[each.mesh, each.index])
+        if each.state == "up" and (each.mesh, each.index) in notices
+        else each
+        for each in states
+    ]
 
 
 def _stop_using(file: JobFile) -> None:

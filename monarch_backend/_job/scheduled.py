@@ -19,7 +19,7 @@ from monarch_backend._core.limits import within
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts.attach import explain_losses
 from monarch_backend._job import state_file
-from monarch_backend._job.base import HostStatus, Job, JobState, Plan
+from monarch_backend._job.base import HostStatus, Job, JobState, Plan, with_notices
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
@@ -241,7 +241,7 @@ class ScheduledJob(Job):
         file = self._read()
         if file is None or not file.submitted:
             return [HostStatus(plan.mesh, plan.index, "not started") for plan in self._plans()]
-        return [each.status for each in self._known(file)]
+        return with_notices([each.status for each in self._known(file)], file)
 
     def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
         file = self._read()

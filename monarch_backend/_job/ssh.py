@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from monarch_backend._core.parallel import in_parallel
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._job.base import Job, Plan, check_mesh_name
 from monarch_backend._job.host_launcher import ARGUMENTS, REACHED
 from monarch_backend._job.state_file import HostEntry
@@ -38,7 +39,7 @@ runs() {
 tell() { if runs "$@"; then echo "monarch_backend: $1 up"; else echo "monarch_backend: $1 gone"; fi; }
 gone_within() { n=0; while runs "$2" "$3" "$4"; do [ $n -ge $1 ] && return 1; n=$((n+1)); sleep 0.1; done; }
 end() {
-    runs "$@" && kill -TERM "$1"
+    runs "$@" && kill -INT "$1"
     gone_within 100 "$@" || { runs "$@" && kill -KILL "$1"; gone_within 50 "$@"; }
     tell "$@"
 }
@@ -50,9 +51,10 @@ class SSHJob(Job):
 
     ``user``, ``port`` and ``identity`` (a file with a key) are ssh's -l, -p and -i. ``options`` are further words of
     its command line, such as ``["-o", "ProxyJump=gate"]``. ``python`` runs on the other machine, by default the path of
-    this one. ``env`` is added to its environment. It is visible there in ``ps``: do not put secrets into it.
+    this one. ``env`` is added to its environment. It is visible there in ``ps``: do not put secrets into it. ``notice``
+    is in seconds and as for `ProcessJob`.
 
-    Raises ValueError if ``options`` is a string, or a variable of ``env`` has an invalid name.
+    Raises ValueError if ``options`` is a string, a variable of ``env`` has an invalid name, or ``notice`` is negative.
 
     >>> from monarch_backend.job import SSHJob
     >>> job = SSHJob(user="me").add_mesh("trainers", ["node1", "node2"])
@@ -66,7 +68,7 @@ class SSHJob(Job):
         self, *, name: str = "job", path: str | os.PathLike[str] | None = None, user: str | None = None,
         port: int | None = None, identity: str | os.PathLike[str] | None = None, python: str | None = None,
         options: Sequence[str] = (), env: Mapping[str, str] | None = None,
-        secret_file: str | os.PathLike[str] | None = None,
+        secret_file: str | os.PathLike[str] | None = None, notice: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(name, path, secret_file)
         if isinstance(options, str):
@@ -77,6 +79,7 @@ class SSHJob(Job):
         for variable in self._env:
             if not re.fullmatch(r"[A-Za-z_]\w*", variable):
                 raise ValueError(f"{variable!r} is not a name of an environment variable")
+        self._notice = check_timeout(notice, "notice") or 0.0
         self._meshes: dict[str, dict[str, Any]] = {}
 
     def add_mesh(
@@ -121,7 +124,8 @@ class SSHJob(Job):
     def _up(self, listen: str | None) -> str:
         address = '"[$3]:0"' if listen is None else shlex.quote(listen)
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self._env.items())
-        up = f"{shlex.quote(self._python)} -m monarch_backend.cli {' '.join(ARGUMENTS)} --detach --address {address}"
+        arguments = f"{' '.join(ARGUMENTS)} --detach --notice {self._notice} --address {address}"
+        up = f"{shlex.quote(self._python)} -m monarch_backend.cli {arguments}"
         return f'set -- $SSH_CONNECTION; echo "{REACHED}$3"; {f"export {variables}; " if variables else ""}exec {up}'
 
     def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
@@ -160,7 +164,7 @@ class SSHJob(Job):
     def _description(self) -> dict[str, Any]:
         return {
             "user": self._user, "port": self._port, "identity": self._identity, "python": self._python,
-            "options": self._options, "env": self._env, "meshes": self._meshes,
+            "options": self._options, "env": self._env, "notice": self._notice, "meshes": self._meshes,
         }  # fmt: skip
 
     @classmethod

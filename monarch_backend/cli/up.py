@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end when no controller has been attached for that long, so that a host does not outlive its program",
     )
+    parser.add_argument(
+        "--notice",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="go on for that long after SIGTERM while a controller is attached, and report the end to it and to actors",
+    )
     parser.add_argument("--log", metavar="FILE", help="where a detached host writes to")
 
 
@@ -57,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             detach=args.detach,
             log=args.log,
             tether=args.tether,
+            notice=args.notice,
             workers=[word.strip() for word in args.workers.split(",") if word.strip()],
         )
     except (OSError, ValueError) as error:

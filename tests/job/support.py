@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from monarch_backend._mesh.runtime_protocol import program
-from monarch_backend.actor import Actor, endpoint
+from monarch_backend.actor import Actor, HostEnding, context, endpoint
 from tests.support.ranks import run_ranks
+from tests.support.waiting import wait_until
 
 MARK = "MONARCH_TEST_JOB"
 
@@ -43,6 +44,24 @@ class Where(Actor):
     @endpoint
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
+
+
+class Saver(Actor):
+    """Actor that sends the notice of its host's end to a port."""
+
+    def __init__(self, port: Any) -> None:
+        self.port = port
+
+    @endpoint
+    def work(self) -> float:
+        wait_until(lambda: context().host_ending is not None)
+        notice = context().host_ending
+        assert notice is not None
+        return notice.seconds_left
+
+    def __host_ending__(self, notice: HostEnding) -> None:
+        self.port.send((type(self).__name__, notice.host, notice.reason, notice.seconds_left))
+        raise RuntimeError("an error in the method ends no actor")
 
 
 def in_program(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:

@@ -262,9 +262,21 @@ def test_state_of_a_pod_has_the_reason_of_kubernetes(
     assert found.address == ("tcp://10.0.0.7:26600" if state == "up" else "")
 
 
-def test_deleted_pod_with_notice_is_ending_while_it_listens() -> None:
+def test_notice_is_an_option_of_the_host_and_an_annotation() -> None:
+    job = KubernetesJob(name="train").add_mesh("trainers", 2, image=IMAGE, grace_period=60, notice=50)
+    template = job.manifests("0123456789abcdef", bytes(32))[2]["spec"]["template"]
+    assert template["metadata"]["annotations"] == {"monarch-backend/notice": "50"}
+    assert " --notice 50 <" in template["spec"]["containers"][0]["command"][-1]
+    assert template["spec"]["terminationGracePeriodSeconds"] == 60
+
+
+@pytest.mark.parametrize("how", ["hook", "annotation"])
+def test_deleted_pod_with_notice_is_ending_while_it_listens(how: str) -> None:
     given = pod(container=RUNNING, conditions={**READY, "DisruptionTarget": PREEMPTED}, deleted=PAST)
-    given["spec"]["containers"] = [{"name": "monarch", "lifecycle": {"preStop": {"exec": {"command": ["sleep"]}}}}]
+    if how == "hook":
+        given["spec"]["containers"] = [{"name": "x", "lifecycle": {"preStop": {"exec": {"command": ["sleep"]}}}}]
+    else:
+        given["metadata"]["annotations"] = {"monarch-backend/notice": "50"}
     found = pods.replica_of(given, "trainers", 1, 26600)
     assert (found.state, found.address) == ("ending", "tcp://10.0.0.7:26600")
     given["status"]["conditions"][0]["status"] = "False"

@@ -210,11 +210,26 @@ def test_mesh_can_have_no_gpus() -> None:
         ({"listen": "{node}"}, "give HOST:PORT"),
         ({"in_allocation": True, "partition": "gpu"}, "partition: the allocation that the program is in has"),
         ({"tether": 0}, "tether=0: give more than 0 seconds"),
+        ({"notice": -1}, "notice=-1: give 0 seconds"),
+        ({"notice": 70000}, "Slurm takes at most 65535 seconds"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SlurmJob(**options)
+
+
+def test_notice_is_a_signal_of_sbatch_and_an_option_of_hosts(
+    script: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    script("squeue", "")
+    script("scancel", "")
+    log = script("sbatch", f"cat > {tmp_path}/batch; echo 43")
+    job = SlurmJob(path=tmp_path / "job.json", notice=59.5).add_mesh("trainers", 1)
+    job.apply(wait=False)
+    assert "--signal=URG@60" in log.read_text().split()
+    assert "--notice 59.5" in (tmp_path / "batch").read_text()
+    assert Job.load(job.path).can_run(job)
 
 
 def test_invalid_meshes_are_refused_and_resize_too(script: Callable[[str, str], Path], tmp_path: Path) -> None:

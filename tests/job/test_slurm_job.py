@@ -21,7 +21,7 @@ from monarch_backend._job.slurm import records
 from monarch_backend._job.state_file import JobFile
 from monarch_backend.errors import MonarchError
 from monarch_backend.job import HostStatus, Job, JobError, SlurmJob
-from tests.job.support import Where, in_program, seen_by_ps
+from tests.job.support import Saver, Where, in_program, seen_by_ps
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.waiting import wait_until
 
@@ -225,6 +225,31 @@ def test_time_limit_is_announced(cluster: SlurmCluster, tmp_path: Path) -> None:
     ).add_mesh("trainers", 1)
     [state] = on_login_node(cluster, near_its_end, job)
     assert re.fullmatch(r"trainers\[0\]: ending \(its time limit ends at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \w+\)", state)
+
+
+def see_the_notice(job: SlurmJob, is_sent: bool) -> Any:
+    number = apply(job).submitted["job"]
+    procs = job.state().trainers.spawn_procs({"gpus": 1})
+    port, received = actor.Channel.open()
+    savers = procs.spawn("savers", Saver, port)
+    savers.initialized.get(60)
+    if is_sent:
+        subprocess.run(["scancel", "--signal=URG", str(number)], check=True)
+    _, host, reason, left = received.recv().get(100)
+    savers.work.call_one().get(30)  # a signal for all processes of the node has ended none
+    states = [each.state for each in job.status()]
+    procs.stop().get(30)
+    job.kill()
+    return host, reason, left, states
+
+
+@pytest.mark.parametrize("is_sent", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_notice_of_the_time_limit_reaches_actors(cluster: SlurmCluster, tmp_path: Path, is_sent: bool) -> None:
+    job = SlurmJob(name="notice", path=tmp_path / "job.json", time="2", notice=60, ending_notice=0)
+    job.add_mesh("trainers", 1)
+    host, reason, left, states = on_login_node(cluster, see_the_notice, job, is_sent)
+    assert (host, reason, states) == (cluster.nodes[0], "it has received SIGURG", ["ending"])
+    assert 0 < left <= 60
 
 
 @pytest.mark.slow  # Slurm looks for passed limits every 30 seconds, and counts in minutes

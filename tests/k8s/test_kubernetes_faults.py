@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import monarch_backend.actor
-from monarch_backend.actor import MeshFailure, SupervisionError
+from monarch_backend.actor import Channel, MeshFailure, SupervisionError
 from monarch_backend.job import Job, JobError, KubernetesJob
-from tests.job.support import Where
+from tests.job.support import Saver, Where
 from tests.k8s.cluster import ADMIN, OUTSIDE, USER, Cluster
 from tests.k8s.conftest import Place
 from tests.k8s.kubelet import Api
@@ -265,17 +265,21 @@ def see_a_notice(kubeconfig: str, folder: Path, server: str, namespace: str) -> 
         procs = job.state().trainers.spawn_procs({"gpus": 1})
         actor = procs.spawn("where", Where)
         name = actor.machine.call_one().get(30)
+        port, received = Channel.open()
+        procs.spawn("saver", Saver, port).initialized.get(30)
         delete_pod(Api(server, ADMIN), namespace, name)
         ending = next(each for each in job.watch(timeout=30) if each.state != "up")
+        notice = received.recv().get(30)
         saved = actor.machine.call_one().get(30)  # such as a checkpoint
         procs.stop().get(30)
         begun = time.monotonic()
-    return [str(ending), saved == name, time.monotonic() - begun]
+    return [str(ending), notice == ("Saver", name, "it has received SIGTERM", notice[3]), saved == name,
+            time.monotonic() - begun]  # fmt: skip
 
 
 def test_pod_with_notice_works_on_after_its_deletion_until_the_job_ends(place: Place) -> None:
-    ending, saved, seconds = place.run(see_a_notice, place.kube.server, place.namespace)
-    assert ending == "trainers[0]: ending (the pod is being deleted)" and saved
+    ending, is_announced, saved, seconds = place.run(see_a_notice, place.kube.server, place.namespace)
+    assert ending == "trainers[0]: ending (the pod is being deleted)" and is_announced and saved
     assert seconds < 30  # kill() does not wait for the notice
 
 

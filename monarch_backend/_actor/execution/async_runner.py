@@ -15,6 +15,7 @@ from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.async_interruption import RunningTasks, call_soon
 from monarch_backend._actor.execution.message_queue import Job, Message, ReplyHandle
 from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit, wait_post_mortem
+from monarch_backend._actor.host_ending import HostEnding
 from monarch_backend._serialization.pickling import dumps, loads
 from monarch_backend._telemetry import kinds, recorder
 from monarch_backend._telemetry.recorder import begin_activity, end_activity
@@ -76,6 +77,12 @@ class AsyncActorRunner(ActorRunner):
         else:
             # Concurrently with the running message, which may wait for the mesh that has failed.
             call_soon(self.code.loop, lambda: self._start(self._ask_async(failure)))
+
+    def announce(self, notice: HostEnding) -> None:
+        if self.code.loop is None:
+            super().announce(notice)
+        else:
+            call_soon(self.code.loop, lambda: self._start(self._receive_notice_async(notice)))
 
     # ---- construction and messages
 
@@ -231,6 +238,18 @@ class AsyncActorRunner(ActorRunner):
             return
         if not handled:
             self.die(failure)
+
+    def _receive_notice(self, notice: HostEnding) -> None:
+        self._start(self._receive_notice_async(notice))
+
+    async def _receive_notice_async(self, notice: HostEnding) -> None:
+        method = getattr(self.instance, "__host_ending__", None)
+        try:
+            result = None if method is None else method(notice)
+            if inspect.isawaitable(result):
+                await result
+        except Exception:
+            log.exception("__host_ending__ of %s failed", self.name)
 
     # ---- end
 

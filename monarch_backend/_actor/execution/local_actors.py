@@ -92,6 +92,8 @@ class LocalActors:
             runner.take_over(former)
         else:
             self._runtime.start_runner(runner)
+        if self._runtime.host_ending is not None:
+            runner.announce(self._runtime.host_ending)
 
     def stop(self, _peer: Peer, message: Stop, _: Frame) -> None:
         """End an actor; number 0 stands for this process."""

@@ -28,6 +28,7 @@ from monarch_backend._actor.errors import CancelledError, Death, MeshFailure
 from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.interruption import CONSTRUCTOR, AbortLimits, RunningCode
 from monarch_backend._actor.execution.message_queue import Job, Message, MessageQueue, ReplyHandle
+from monarch_backend._actor.host_ending import HostEnding
 from monarch_backend._actor.meshes.actor_mesh import blueprint
 from monarch_backend._core import env
 from monarch_backend._mesh.extent import Extent, Point
@@ -234,6 +235,12 @@ class ActorRunner:
             self._wake()
         else:
             self.inbox.appendleft(lambda: self._ask(failure))
+            self._wake()
+
+    def announce(self, notice: HostEnding) -> None:
+        """Give the notice to the actor, before the messages in its queue. Called on the reading thread."""
+        if self.failure is None:
+            self.inbox.appendleft(lambda: self._receive_notice(notice))
             self._wake()
 
     def _wake(self) -> None:
@@ -449,6 +456,16 @@ class ActorRunner:
             return
         if not handled:
             self.die(failure)
+
+    def _receive_notice(self, notice: HostEnding) -> None:
+        """Call the actor's ``__host_ending__``. An error does not end the actor, which has little time left."""
+        method = getattr(self.instance, "__host_ending__", None)
+        try:
+            result = None if method is None else method(notice)
+            if inspect.isawaitable(result):
+                asyncio.run(_awaited(result))
+        except Exception:
+            log.exception("__host_ending__ of %s failed", self.name)
 
     # ---- end
 

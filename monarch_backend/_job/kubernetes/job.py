@@ -102,8 +102,8 @@ class KubernetesJob(ScheduledJob):
         ``{"cpu": 8, "memory": "64Gi", "nvidia.com/gpu": 8}``, are its requests and limits; with the keys "requests" and
         "limits" they differ. ``env`` is added to the pod's environment: do not put secrets into it. ``grace_period``:
         seconds from the deletion of a pod, such as its preemption, to SIGKILL. For the first ``notice`` seconds of
-        these the host goes on, and `watch` reports it as "ending", with the reason. The other arguments are fields of
-        the pod, as Kubernetes describes them.
+        these the host goes on. `watch` reports it as "ending", with the reason, and its actors receive a `HostEnding`.
+        The other arguments are fields of the pod, as Kubernetes describes them.
 
         ``pod_template`` replaces all of these: it is a PodTemplateSpec as a dictionary. Its container named "monarch",
         or its only one, runs the host. The command, the secret, a port and a readiness probe are added to it, unless it

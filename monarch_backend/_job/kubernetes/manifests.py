@@ -16,6 +16,8 @@ Manifest = dict[str, Any]
 PORT = 26600
 JOB_LABEL = "monarch-backend/job"
 MESH_LABEL = "monarch-backend/mesh"
+NOTICE_ANNOTATION = "monarch-backend/notice"
+"""Annotation of a pod with the seconds for which its host goes on after SIGTERM."""
 MANAGED = {"app.kubernetes.io/managed-by": "monarch-backend"}
 SECRET_FOLDER = "/run/monarch-backend"
 SECRET_KEY = "secret"
@@ -107,7 +109,10 @@ def _with_host(template: Manifest, own: Mapping[str, str], secret_name: str, por
     )
     container = host_container(spec)
     # From standard input: a file of the secret would have to belong to the container's user alone.
-    up = f"exec monarch-backend up --address 0.0.0.0:{port} --secret-from-stdin < {SECRET_FOLDER}/{SECRET_KEY}"
+    options = f"--address 0.0.0.0:{port} --secret-from-stdin"
+    if notice := meta.get("annotations", {}).get(NOTICE_ANNOTATION):
+        options += f" --notice {float(notice):g}"
+    up = f"exec monarch-backend up {options} < {SECRET_FOLDER}/{SECRET_KEY}"
     container.setdefault("command", ["/bin/sh", "-c", up])
     container.setdefault("volumeMounts", []).append(
         {"name": "monarch-secret", "mountPath": SECRET_FOLDER, "readOnly": True}
@@ -140,7 +145,7 @@ def pod_template(
 ) -> Manifest:  # fmt: skip
     """Return a pod template with one container. ``fields`` are of the pod's specification, as Kubernetes names them.
 
-    ``notice``: seconds for which the pod goes on after its deletion was requested.
+    ``notice``: seconds for which the host goes on after SIGTERM, at the deletion of the pod.
 
     ``resources`` with "limits" or "requests" is taken as it is. Other keys are both, as GPUs need them.
     """
@@ -153,10 +158,10 @@ def pod_template(
         container["resources"] = given or {"limits": amounts, "requests": dict(amounts)}
         if given and amounts:
             raise ValueError(f"resources has limits or requests, so {', '.join(amounts)} must be in one of these")
-    if notice:
-        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(notice)]}}}
     if env:
         container["env"] = [{"name": name, "value": value} for name, value in env.items()]
+    if notice:
+        annotations = {**annotations, NOTICE_ANNOTATION: str(notice)}
     meta = {kind: dict(values) for kind, values in (("labels", labels), ("annotations", annotations)) if values}
     spec = {name: value for name, value in fields.items() if value}
     return {**({"metadata": meta} if meta else {}), "spec": {**spec, "containers": [container]}}

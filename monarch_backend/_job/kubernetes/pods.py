@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from monarch_backend._job.kubernetes.manifests import CONTAINER
+from monarch_backend._job.kubernetes.manifests import CONTAINER, NOTICE_ANNOTATION
 from monarch_backend._job.scheduled import Replica
 
 Json = dict[str, Any]
@@ -107,6 +107,8 @@ def is_stuck(pod: Json, now: datetime) -> bool:
 
 def has_notice(pod: Json) -> bool:
     """Return whether the host goes on for a while after the deletion of its pod was requested."""
+    if (pod["metadata"].get("annotations") or {}).get(NOTICE_ANNOTATION):
+        return True
     return any("preStop" in (each.get("lifecycle") or {}) for each in pod.get("spec", {}).get("containers", ()))
 
 

@@ -28,7 +28,7 @@ from monarch_backend._job.base import Job, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.scheduled import POLL_INTERVAL_S, NotRemovedError, Replica, ScheduledJob
 from monarch_backend._job.slurm import commands
-from monarch_backend._job.slurm.node import Report, read_reports, report_path
+from monarch_backend._job.slurm.node import NOTICE_SIGNAL, Report, read_reports, report_path
 from monarch_backend._job.slurm.records import SlurmRecord
 from monarch_backend._job.state_file import JobFile
 
@@ -37,6 +37,8 @@ QUERY_INTERVAL_S = 2.0
 REMOVE_TIMEOUT_S = 120.0
 """Seconds for a cancelled job to end on all nodes. Slurm kills its processes after KillWait, by default 30 s."""
 SRUN_END_TIMEOUT_S = 10.0
+MAX_NOTICE_S = 65535.0
+"""Limit of sbatch's --signal."""
 STEP_START_TIMEOUT_S = 30.0
 """Seconds for a step to appear in the allocation of this program."""
 
@@ -61,6 +63,8 @@ class SlurmJob(ScheduledJob):
     ``in_allocation=True``: use the allocation of salloc or sbatch in which this program runs, and submit nothing.
     ``tether``: the hosts end when no controller has been attached for that many seconds, for example because it has
     died. Then the job ends, too. ``ending_notice``: seconds before the time limit in which hosts are "ending".
+    ``notice``: seconds before the time limit at which actors receive a `HostEnding`. Slurm may send it a minute
+    earlier.
 
     The folder of the job's file, ``path``, must be on a file system that all nodes have, such as the home directory.
     Other users cannot read it.
@@ -81,7 +85,7 @@ class SlurmJob(ScheduledJob):
         gpus_per_node: int | str | None = None, cpus_per_node: int | None = None, memory_per_node: str | None = None,
         exclusive: bool = False, constraint: str | None = None, options: Sequence[str] = (), requeue: bool = False,
         setup: str = "", env: Mapping[str, str] | None = None, python: str | None = None, listen: str = "{node}:0",
-        in_allocation: bool = False, tether: float | None = None, ending_notice: float = 300.0,
+        in_allocation: bool = False, tether: float | None = None, ending_notice: float = 300.0, notice: float = 0.0,
         secret_file: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name, path, secret_file)
@@ -102,6 +106,9 @@ class SlurmJob(ScheduledJob):
         self._listen, self._in_allocation = listen, in_allocation
         self._tether = check_timeout(tether, "tether", zero=False)
         self._ending_notice = check_timeout(ending_notice, "ending_notice") or 0.0
+        self._notice = check_timeout(notice, "notice") or 0.0
+        if self._notice > MAX_NOTICE_S:
+            raise ValueError(f"notice={notice!r}: Slurm takes at most {MAX_NOTICE_S:g} seconds")
         self._meshes: dict[str, dict[str, Any]] = {}
         self._steps: list[subprocess.Popen[bytes]] = []
 
@@ -142,7 +149,8 @@ class SlurmJob(ScheduledJob):
         return {
             **self._resources, "requeue": self._requeue, "setup": self._setup, "env": self._env,
             "python": self._python, "listen": self._listen, "in_allocation": self._in_allocation,
-            "tether": self._tether, "ending_notice": self._ending_notice, "meshes": self._meshes,
+            "tether": self._tether, "ending_notice": self._ending_notice, "notice": self._notice,
+            "meshes": self._meshes,
         }  # fmt: skip
 
     @classmethod
@@ -201,6 +209,7 @@ class SlurmJob(ScheduledJob):
             words += [f"--job-name={name}", f"--comment=monarch_backend {file.id}"]
             words += [f"--output={self._folder}/batch.log", "--open-mode=append"]
             words += ["--requeue" if self._requeue else "--no-requeue"]
+            words += [f"--signal={NOTICE_SIGNAL.name[3:]}@{math.ceil(self._notice)}"] if self._notice else []
             words += [f"--nodes={sum(meshes.values())}", "--ntasks-per-node=1", *_sbatch_words(resources)]
         (self._folder / "batch.log").unlink(missing_ok=True)
         said = commands.run(words, self._script(file))
@@ -227,6 +236,7 @@ class SlurmJob(ScheduledJob):
         words += ["--kill-on-bad-exit=0", "--wait=0", "--input=none", "--label", self._python]
         words += ["-m", "monarch_backend._job.slurm.node", "--folder", str(self._folder), "--listen", self._listen]
         words += ["--secret-file", file.secret_file, "--meshes", ",".join(f"{m}={n}" for m, n in meshes.items())]
+        words += ["--notice", str(self._notice)] if self._notice else []
         return words + ([] if self._tether is None else ["--tether", str(self._tether)])
 
     def _start_step(self, file: JobFile, name: str) -> dict[str, Any]:

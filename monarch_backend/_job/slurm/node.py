@@ -20,6 +20,9 @@ from monarch_backend._core.addresses import address_towards, is_loopback, numeri
 from monarch_backend._core.launcher_environment import OF_A_RANK
 from monarch_backend._transport.network.auth import read_secret, write_private
 
+NOTICE_SIGNAL = signal.SIGURG
+"""Signal before the end of the time limit. Slurm sends it to all processes of a node, and most ignore this one."""
+
 
 class Report(msgspec.Struct):
     """What a node tells: where its host listens, in which start of the job, and how it has ended. ``ended``: "" before.
@@ -97,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("--meshes", "--listen"):
         parser.add_argument(name, required=True)
     parser.add_argument("--tether", type=float)
+    parser.add_argument("--notice", type=float, default=0.0)
     args = parser.parse_args(argv)
     mesh, index = place(args.meshes, int(os.environ["SLURM_PROCID"]))
     node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
@@ -144,8 +148,9 @@ def _run_host(args: argparse.Namespace, report: Report, address: str, write: Cal
 
     try:
         run_worker_loop_forever(
-            f"tcp://{address}", secret=read_secret(args.secret_file), on_ready=ready, tether=args.tether
-        )
+            f"tcp://{address}", secret=read_secret(args.secret_file), on_ready=ready, tether=args.tether,
+            notice=args.notice, notice_signal=NOTICE_SIGNAL,
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         print(f"the host of node {report.node} can't listen on {address}: {error}", file=sys.stderr, flush=True)
         return 2
@@ -158,7 +163,7 @@ def _wait(child: int) -> int:
     def forward(number: int, _: object) -> None:
         os.kill(child, number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, NOTICE_SIGNAL):
         signal.signal(number, forward)
     _, status = os.waitpid(child, 0)  # PEP 475: it goes on after a signal
     return os.waitstatus_to_exitcode(status)

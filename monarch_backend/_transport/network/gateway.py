@@ -172,6 +172,11 @@ class Gateway:
     def _waiting_for(self, token: str) -> list[tuple[str, int]]:
         return [(entry[:TOKEN_LENGTH], int(entry[TOKEN_LENGTH:])) for entry in self._asked.pop(token, ())]
 
+    def local_processes(self) -> list[str]:
+        """Return the tokens of the processes of this host that are connected."""
+        with self._lock:
+            return list(self._by_token)
+
     def unread(self, pid: int) -> bool:
         with self._lock:
             links = [link for link, (_, its) in self._by_link.items() if its == pid]
