@@ -64,6 +64,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._agents: dict[int, str] = {}  # tokens of agents, by the spawner's numbers
         self._last_agent_end = time.monotonic()
+        self.is_without_controller = False  # it ends for that reason
         self._ending: tuple[float, str] | None = None  # monotonic time of this host's end, and the reason
         self._tcp = Tcp(
             os.urandom(16),
@@ -84,14 +85,20 @@ class Daemon:
         self._tcp.start()
         return address
 
-    def end_without_controller(self, seconds: float) -> None:
-        """Send SIGTERM to this process when no controller has been attached for ``seconds``. Returns at once."""
+    def end_without_controller(self, seconds: float, first: float = 0.0) -> None:
+        """Send SIGTERM to this process when no controller has been attached for ``seconds``. Returns at once.
+
+        ``first``: seconds until the first controller must be attached, if longer.
+        """
         with self._lock:
+            if first > seconds:
+                self._last_agent_end += first - seconds
             attached, left = bool(self._agents), self._last_agent_end + seconds - time.monotonic()
         if attached or left > 0:
             self._tcp.later(seconds if attached else left, lambda: self.end_without_controller(seconds))
             return
         log.warning("this host ends: no controller has been attached for %g s", seconds)
+        self.is_without_controller = True
         os.kill(os.getpid(), signal.SIGTERM)
 
     @property
@@ -229,6 +236,27 @@ def run_worker_loop_forever(
     >>> run_worker_loop_forever("tcp://127.0.0.1:0", on_ready=end)
     listens on 127.0.0.1
     """
+    serve(
+        address, secret=secret, workers=workers, on_ready=on_ready, tether=tether, notice=notice,
+        notice_signal=notice_signal,
+    )  # fmt: skip
+
+
+def serve(
+    address: str,
+    *,
+    secret: bytes | Sequence[bytes] | None = None,
+    workers: Sequence[str] = (),
+    on_ready: Any = None,
+    tether: float | None = None,
+    first_tether: float | None = None,
+    notice: float = 0.0,
+    notice_signal: int = signal.SIGTERM,
+) -> int:
+    """Do what `run_worker_loop_forever` does. Return the number of the signal that has ended it, 0 for the tether.
+
+    ``first_tether``: seconds to wait for the first controller, if longer than ``tether``.
+    """
     host, port = parse_address(address)
     tether = check_timeout(tether, "tether", zero=False)
     notice = check_timeout(notice, "notice") or 0.0
@@ -250,10 +278,11 @@ def run_worker_loop_forever(
             if on_ready is not None:
                 on_ready(*where)
             if tether is not None:
-                daemon.end_without_controller(tether)
+                daemon.end_without_controller(tether, max(tether, first_tether or 0.0))
             number = next_signal()
             if notice and number == notice_signal:
                 _give_notice(daemon, notice, number, next_signal)
+            return 0 if daemon.is_without_controller else number
         finally:
             daemon.close()
 

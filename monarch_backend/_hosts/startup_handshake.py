@@ -15,9 +15,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from monarch_backend._core.state import make_private, state_directory
-from monarch_backend._hosts.daemon import run_worker_loop_forever
+from monarch_backend._hosts.daemon import serve
 from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._transport.network.auth import parse_secret
 
@@ -38,17 +39,21 @@ def run(
     log: str | None,
     workers: Sequence[str] = (),
     tether: float | None = None,
+    first_tether: float | None = None,
     notice: float = 0.0,
+    signal_exit_code: int = 0,
 ) -> int:
     """Run a host until it has to end; with ``detach``, until it is independent. Return an exit code.
 
     ``secret_from_stdin``: the first line of standard input is the job's secret. ``exit_with_stdin``: end with standard
     input, unless there is a line "stay". ``detach``: continue in a new session, with the output in ``log``.
     ``workers``: addresses of hosts that can be reached through this one. ``tether``: end when no controller has been
-    attached for that many seconds. ``notice``: seconds for which the host goes on after SIGTERM.
+    attached for that many seconds, and ``first_tether`` the same for the first controller. ``notice``: seconds for
+    which the host goes on after SIGTERM. ``signal_exit_code``: the exit code after a signal.
 
     Raises OSError, ValueError.
     """
+    options = {"workers": workers, "tether": tether, "first_tether": first_tether, "notice": notice}
     if detach:
         where = log_file(log)
         done, tell = os.pipe()
@@ -58,8 +63,8 @@ def run(
             return _see_it_off(child, done, where)
         os.close(done)
         os.setsid()
-        return _Host(tell, where).run(address, secret_from_stdin, exit_with_stdin, workers, tether, notice)
-    return _Host(None, None).run(address, secret_from_stdin, exit_with_stdin, workers, tether, notice)
+        return _Host(tell, where).run(address, secret_from_stdin, exit_with_stdin, signal_exit_code, options)
+    return _Host(None, None).run(address, secret_from_stdin, exit_with_stdin, signal_exit_code, options)
 
 
 class _Host:
@@ -70,8 +75,8 @@ class _Host:
         self._in, self._out = os.dup(0), os.dup(1)
 
     def run(
-        self, address: str, secret_from_stdin: bool, exit_with_stdin: bool, workers: Sequence[str],
-        tether: float | None, notice: float,
+        self, address: str, secret_from_stdin: bool, exit_with_stdin: bool, signal_exit_code: int,
+        options: dict[str, Any],
     ) -> int:  # fmt: skip
         self._leave_streams()
         secret = None
@@ -91,14 +96,11 @@ class _Host:
                 self._stand_alone()
 
         try:
-            run_worker_loop_forever(
-                address, secret=secret, workers=workers, on_ready=ready, tether=tether, notice=notice
-            )
+            return signal_exit_code if serve(address, secret=secret, on_ready=ready, **options) else 0
         except (OSError, ValueError) as error:
             where = f"can't listen on {address}: " if getattr(error, "errno", None) in _ADDRESS else ""
             print(f"monarch-backend up: {where}{error}", file=sys.stderr)
             return 2
-        return 0
 
     def _leave_streams(self) -> None:
         """Replace the standard streams: processes inherit them, and must neither hold nor read them."""

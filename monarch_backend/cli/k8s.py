@@ -26,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     manifest.add_argument(
         "--resource", action="append", default=[], metavar="NAME=AMOUNT", help="of each pod, such as nvidia.com/gpu=8"
     )
+    manifest.add_argument(
+        "--controller",
+        default="statefulset",
+        metavar="KIND",
+        help="what starts the pods: statefulset, jobset or job (default: %(default)s)",
+    )
     manifest.add_argument("--namespace", help="namespace of the objects; by default none is written")
     manifest.add_argument(
         "--secret-file", metavar="FILE", help="the job's secret, which the YAML then has, too; by default a new one"
@@ -71,7 +77,7 @@ def _manifest(args: argparse.Namespace) -> int:
         import yaml
     except ImportError as error:
         raise ImportError(f"{error}: install the extra, pip install 'monarch_backend[kubernetes]'") from None
-    job = KubernetesJob(args.namespace, name=args.name)
+    job = KubernetesJob(args.namespace, name=args.name, controller=args.controller)
     for text in args.mesh:
         mesh, pods = _pair(text)
         if not pods.isdecimal():

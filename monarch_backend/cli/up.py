@@ -41,17 +41,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end when no controller has been attached for that long, so that a host does not outlive its program",
     )
     parser.add_argument(
+        "--first-tether",
+        type=float,
+        metavar="SECONDS",
+        help="with --tether: wait for the first controller for that long, if that is longer",
+    )
+    parser.add_argument(
         "--notice",
         type=float,
         default=0.0,
         metavar="SECONDS",
         help="go on for that long after SIGTERM while a controller is attached, and report the end to it and to actors",
     )
+    parser.add_argument(
+        "--signal-exit-code",
+        type=int,
+        default=0,
+        metavar="CODE",
+        help="exit code after SIGTERM or Ctrl-C (default: %(default)s); other ends have 0, or 2 for an error",
+    )
     parser.add_argument("--log", metavar="FILE", help="where a detached host writes to")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the host. Return 0 after SIGTERM or Ctrl-C; 2, with the reason, if it cannot listen there."""
+    """Run the host. Return ``--signal-exit-code`` after a signal, 2 with the reason if it cannot listen, or 0."""
     from monarch_backend._core import env
     from monarch_backend._hosts import startup_handshake
 
@@ -64,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
             detach=args.detach,
             log=args.log,
             tether=args.tether,
+            first_tether=args.first_tether,
             notice=args.notice,
+            signal_exit_code=args.signal_exit_code,
             workers=[word.strip() for word in args.workers.split(",") if word.strip()],
         )
     except (OSError, ValueError) as error:

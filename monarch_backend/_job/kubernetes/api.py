@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._job.errors import JobError
+from monarch_backend._job.kubernetes.manifests import JOBSET_VERSION
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -22,6 +23,14 @@ RETRY_S = 30.0
 """Seconds in which a request is repeated while the API server does not answer."""
 REQUEST_TIMEOUT_S = 20.0
 _RETRY_INTERVAL_S = 0.5
+_RESOURCES = {
+    "StatefulSet": "statefulsets",
+    "Service": "services",
+    "Secret": "secrets",
+    "Job": "jobs",
+    "JobSet": "jobsets",
+}
+_GROUPS = {"statefulsets": "apis/apps/v1", "jobs": "apis/batch/v1", "jobsets": f"apis/{JOBSET_VERSION}"}
 _BUSY = frozenset({429, 500, 502, 503, 504})
 
 
@@ -154,9 +163,13 @@ class Api:
 
     # ---- objects of the namespace
 
+    def path_of(self, kind: str, name: str = "") -> str:
+        """Return the path of objects of a kind, such as "Job", or of one of them."""
+        return self.path(_RESOURCES[kind], name)
+
     def path(self, resource: str, name: str = "") -> str:
         """Return the path of objects, such as "pods", or of one of them."""
-        group = "apis/apps/v1" if resource.startswith("statefulsets") else "api/v1"
+        group = _GROUPS.get(resource.partition("/")[0], "api/v1")
         return f"/{group}/namespaces/{self.namespace}/{resource}{f'/{name}' if name else ''}"
 
     def list(self, resource: str, selector: str = "", fields: str = "") -> tuple[list[Json], str]:
@@ -165,14 +178,21 @@ class Api:
         answer = self.request("GET", self.path(resource), query=query)
         return list(answer.get("items") or ()), str(answer.get("metadata", {}).get("resourceVersion", ""))
 
-    def create(self, manifest: Json) -> None:
-        """Create an object, unless there is one of its name."""
-        resource = {"StatefulSet": "statefulsets", "Service": "services", "Secret": "secrets"}[manifest["kind"]]
+    def create(self, manifest: Json) -> Json:
+        """Create an object, unless there is one of its name. Return it, or if there is a Secret, the manifest."""
+        kind = manifest["kind"]
         try:
-            self.request("POST", self.path(resource), manifest)
+            return self.request("POST", self.path_of(kind), manifest)
         except ApiRefusal as refusal:
             if refusal.status != 409:
                 raise
+        if kind in ("Secret", "Service"):  # which a user may not be allowed to read
+            return manifest
+        return self.request("GET", self.path_of(kind, manifest["metadata"]["name"]))
+
+    def delete_kind(self, kind: str, name: str) -> None:
+        """Delete an object of a kind, such as "Job", if it exists, and what belongs to it."""
+        self.delete(_RESOURCES[kind], name)
 
     def delete(self, resource: str, name: str, options: Json | None = None) -> None:
         """Delete an object, if it exists and ``options["preconditions"]`` hold."""

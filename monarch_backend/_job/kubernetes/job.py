@@ -1,4 +1,4 @@
-"""`KubernetesJob`: meshes of pods, which a StatefulSet starts and replaces, or which others have started."""
+"""`KubernetesJob`: meshes of pods, which a StatefulSet, Job or JobSet starts and replaces, or which others start."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
+from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._hosts.attach import attach
 from monarch_backend._hosts.connection_settings import parse_address
 from monarch_backend._job.base import check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.kubernetes import manifests, pods
 from monarch_backend._job.kubernetes.api import Api, ApiRefusal, until_true
-from monarch_backend._job.kubernetes.manifests import JOB_LABEL, MESH_LABEL, PORT, Manifest
+from monarch_backend._job.kubernetes.manifests import CONTROLLERS, JOB_LABEL, MESH_LABEL, PORT, Manifest
 from monarch_backend._job.kubernetes.port_forward import PortForward
 from monarch_backend._job.scheduled import NotRemovedError, Replica, ScheduledJob
 from monarch_backend._job.state_file import HostEntry, JobFile
@@ -50,7 +51,12 @@ class KubernetesJob(ScheduledJob):
     program deletes such pods after their grace period when it looks for hosts. The lost node must not run them still.
     Pods that others have started are not deleted.
 
-    Needs the extra ``kubernetes``. Raises ValueError for an invalid port or namespace.
+    ``controller`` starts and replaces the pods: "statefulset", one for each mesh; "jobset", one JobSet for the job,
+    where its CRD is installed; or "job", an indexed Job for each mesh. With ``tether`` the pods end when no controller
+    has been attached for that many seconds, for example because it has died. Then all objects of the job are deleted.
+    This needs "jobset" or "job", since a StatefulSet would start its pods again.
+
+    Needs the extra ``kubernetes``. Raises ValueError for an invalid port, namespace, ``controller`` or ``tether``.
 
     >>> from monarch_backend.job import KubernetesJob
     >>> job = KubernetesJob("team", name="train")
@@ -64,14 +70,21 @@ class KubernetesJob(ScheduledJob):
     def __init__(
         self, namespace: str | None = None, *, name: str = "job", path: str | os.PathLike[str] | None = None,
         kubeconfig: str | os.PathLike[str] | None = None, context: str | None = None, in_cluster: bool = False,
-        port: int = PORT, forward: bool | None = None, force_delete: bool = False,
-        secret_file: str | os.PathLike[str] | None = None,
+        port: int = PORT, forward: bool | None = None, force_delete: bool = False, controller: str = "statefulset",
+        tether: float | None = None, secret_file: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name, path, secret_file)
         if not 0 < port < 65536:
             raise ValueError(f"{port} is not a port")
         if namespace is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace):
             raise ValueError(f"{namespace!r} is not the name of a namespace")
+        if controller not in CONTROLLERS:
+            raise ValueError(f"controller={controller!r}: give one of {', '.join(map(repr, CONTROLLERS))}")
+        tether = check_timeout(tether, "tether", zero=False)
+        if tether is not None and controller == "statefulset":
+            raise ValueError(
+                "tether: a StatefulSet starts pods again that have ended; give controller='job' or 'jobset'"
+            )
         self._settings: _Json = {
             "namespace": namespace,
             "kubeconfig": None if kubeconfig is None else os.path.abspath(os.path.expanduser(kubeconfig)),
@@ -80,6 +93,8 @@ class KubernetesJob(ScheduledJob):
             "port": port,
             "forward": forward,
             "force_delete": force_delete,
+            "controller": controller,
+            "tether": tether,
         }
         self._meshes: dict[str, _Json] = {}
         self._client: Api | None = None
@@ -187,13 +202,25 @@ class KubernetesJob(ScheduledJob):
         port, own = self._settings["port"], {n: m for n, m in self._meshes.items() if "template" in m}
         secret_name = manifests.object_name(self.name, job_id)
         made = [manifests.secret(secret_name, job_id, secret)] if own else []
+        tether = self._settings["tether"]
+        if own and self._settings["controller"] == "jobset":
+            return [*made, manifests.job_set(secret_name, job_id, own, secret_name, port, tether)]
         for name, mesh in own.items():
             called = manifests.object_name(self.name, job_id, name)
             made.append(manifests.service(called, job_id, name, port))
-            made.append(
-                manifests.stateful_set(called, job_id, name, mesh["replicas"], mesh["template"], secret_name, port)
-            )
+            arguments = called, job_id, name, mesh["replicas"], mesh["template"], secret_name, port
+            if self._settings["controller"] == "job":
+                made.append(manifests.job(*arguments, tether))
+            else:
+                made.append(manifests.stateful_set(*arguments))
         return made
+
+    def _workload(self, file: JobFile, mesh: str) -> tuple[str, str]:
+        """Return kind and name of the object that starts the pods of a mesh."""
+        if self._settings["controller"] == "jobset":
+            return "JobSet", manifests.object_name(self.name, file.id)
+        kind = "Job" if self._settings["controller"] == "job" else "StatefulSet"
+        return kind, manifests.object_name(self.name, file.id, mesh)
 
     # ---- the cluster
 
@@ -215,9 +242,16 @@ class KubernetesJob(ScheduledJob):
     def _submit(self, file: JobFile, secret: bytes) -> _Json:
         api, created = self._api(), False
         try:
-            for manifest in self.manifests(file.id, secret):
-                api.create(manifest)
+            made = self.manifests(file.id, secret)
+            workloads = [each for each in made if each["kind"] in ("Job", "JobSet")]
+            owners = []
+            for manifest in workloads:
+                owners.append(api.create(manifest))
                 created = True
+            for manifest in made:
+                if manifest not in workloads:
+                    api.create(manifests.owned(manifest, owners) if owners else manifest)
+                    created = True
         except BaseException as error:
             try:
                 self._remove(file)
@@ -226,6 +260,11 @@ class KubernetesJob(ScheduledJob):
                     raise NotRemovedError(
                         f"job {self.name!r} is submitted in part: end it with kill() ({error}; not removed: {left})"
                     ) from error
+            if isinstance(error, ApiRefusal) and error.status == 404 and self._settings["controller"] == "jobset":
+                raise JobError(
+                    f"job {self.name!r}: {api.server} has no JobSets ({manifests.JOBSET_VERSION}), or no namespace "
+                    f"{api.namespace}: install JobSet in the cluster, or use controller='job' or 'statefulset'"
+                ) from None
             if isinstance(error, JobError):
                 raise JobError(f"job {self.name!r} was not accepted in namespace {api.namespace}: {error}") from None
             raise
@@ -243,7 +282,9 @@ class KubernetesJob(ScheduledJob):
                 by_index = _by_index(own, None)
             for index in range(mesh["replicas"]):
                 if (pod := by_index.get(index)) is not None:
-                    found.append(self._replica(api, pod, name, index, is_replaced="template" in mesh))
+                    is_done = self._settings["controller"] != "statefulset" and pods.has_succeeded(pod)
+                    is_replaced = "template" in mesh and not is_done
+                    found.append(self._replica(api, pod, name, index, is_replaced=is_replaced))
             missing = [index for index in range(mesh["replicas"]) if index not in by_index]
             if missing:
                 why, is_final = self._why_missing(api, file, name)
@@ -265,14 +306,18 @@ class KubernetesJob(ScheduledJob):
         """Return the reason why a mesh has too few pods, and whether that is final."""
         if "selector" in self._meshes[mesh]:
             return f"no pod with labels {self._meshes[mesh]['selector']} and this index", False
-        name = manifests.object_name(self.name, file.id, mesh)
+        kind, name = self._workload(file, mesh)
         try:
-            api.request("GET", api.path("statefulsets", name))
+            found = api.request("GET", api.path_of(kind, name))
         except ApiRefusal as refusal:
             if refusal.status == 404:
-                return f"StatefulSet {name} was deleted", True
+                return f"{kind} {name} was deleted", True
             raise
-        events, _ = api.list("events", fields=f"involvedObject.kind=StatefulSet,involvedObject.name={name}")
+        if found.get("spec", {}).get("suspend"):
+            return f"{kind} {name} is suspended, such as by Kueue until there is room", False
+        if kind == "JobSet":
+            kind, name = "Job", f"{name}-{manifests.as_name(mesh)}-0"
+        events, _ = api.list("events", fields=f"involvedObject.kind={kind},involvedObject.name={name}")
         failed = [each for each in events if each.get("reason") == "FailedCreate"]
         if not failed:
             return "not created yet", False
@@ -295,9 +340,9 @@ class KubernetesJob(ScheduledJob):
         PortForward.close_all(file.id)
         for name, mesh in self._meshes.items():
             if "template" in mesh:
-                called = manifests.object_name(self.name, file.id, name)
-                api.delete("statefulsets", called)
-                api.delete("services", called)
+                api.delete_kind(*self._workload(file, name))
+                if self._settings["controller"] != "jobset":
+                    api.delete("services", manifests.object_name(self.name, file.id, name))
         self._end_notices(api, file)
         api.delete("secrets", manifests.object_name(self.name, file.id))
         self._until_gone(api, lambda _: True, file)
@@ -336,7 +381,9 @@ class KubernetesJob(ScheduledJob):
             )
 
     def _scale(self, file: JobFile, mesh: str, count: int) -> None:
-        api, name = self._api(file), manifests.object_name(self.name, file.id, mesh)
+        api, (kind, name) = self._api(file), self._workload(file, mesh)
+        if kind != "StatefulSet":
+            raise JobError(f"the pods of a {kind} have a fixed number: only controller='statefulset' can be resized")
         api.request(
             "PATCH", api.path("statefulsets", f"{name}/scale"), {"spec": {"replicas": count}},
             kind="application/merge-patch+json",

@@ -1,4 +1,4 @@
-"""Kubernetes objects of a job: a Secret, and for each mesh a headless Service and a StatefulSet.
+"""Kubernetes objects of a job: a Secret, and for each mesh a headless Service and a StatefulSet or a Job, or a JobSet.
 
 This module makes dictionaries. It talks to no cluster.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Manifest = dict[str, Any]
@@ -24,6 +24,15 @@ SECRET_KEY = "secret"
 CONTAINER = "monarch"
 """Name of the container that runs the host, if a pod template has several."""
 GRACE_PERIOD_S = 30
+CONTROLLERS = ("statefulset", "jobset", "job")
+"""Kinds of objects that start the pods of a mesh."""
+JOBSET_VERSION = "jobset.x-k8s.io/v1alpha2"
+FIRST_CONTROLLER_S = 600.0
+"""Seconds for which a tethered pod waits for its first controller, which waits until all pods listen."""
+NO_LIMIT = 2**31 - 1
+"""Largest number of restarts that a Job can have."""
+EXIT_CODE = 143
+"""Exit code of a Job's host after SIGTERM. After 0 the Job would take its work as done, and start no other pod."""
 MAX_NAME = 52
 """Limit of a StatefulSet's name: Kubernetes appends a hash to it in a label of 63 characters."""
 
@@ -91,13 +100,79 @@ def stateful_set(
             "replicas": replicas,
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": own},
-            "template": _with_host(template, own, secret_name, port),
+            "template": _with_host(template, own, secret_name, port, []),
         },
     }
 
 
-def _with_host(template: Manifest, own: Mapping[str, str], secret_name: str, port: int) -> Manifest:
-    """Return a pod template whose container runs a host. What the template defines already stays."""
+def job(
+    name: str, job_id: str, mesh: str, replicas: int, template: Manifest, secret_name: str, port: int,
+    tether: float | None,
+) -> Manifest:  # fmt: skip
+    """Return the indexed Job of a mesh. A lost pod is replaced under its index. Tethered pods end it."""
+    spec = _job_spec(job_id, mesh, replicas, template, secret_name, port, tether)
+    spec["template"]["spec"].setdefault("subdomain", name)
+    meta = {"name": name, "labels": labels(job_id, mesh)}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": {**_lifetime(tether), **spec}}
+
+
+def job_set(
+    name: str, job_id: str, meshes: Mapping[str, Manifest], secret_name: str, port: int, tether: float | None
+) -> Manifest:
+    """Return the JobSet of all meshes, which have "replicas" and "template". Each is one indexed Job of it."""
+    replicated = []
+    for mesh, each in meshes.items():
+        spec = _job_spec(job_id, mesh, each["replicas"], each["template"], secret_name, port, tether)
+        of_job = {"metadata": {"labels": labels(job_id, mesh)}, "spec": spec}
+        replicated.append({"name": as_name(mesh), "replicas": 1, "template": of_job})
+    network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    return {
+        "apiVersion": JOBSET_VERSION,
+        "kind": "JobSet",
+        "metadata": {"name": name, "labels": labels(job_id)},
+        "spec": {**_lifetime(tether), "network": network, "replicatedJobs": replicated},
+    }
+
+
+def _lifetime(tether: float | None) -> Manifest:
+    return {} if tether is None else {"ttlSecondsAfterFinished": 0}
+
+
+def _job_spec(
+    job_id: str, mesh: str, replicas: int, template: Manifest, secret_name: str, port: int, tether: float | None
+) -> Manifest:
+    options = ["--signal-exit-code", str(EXIT_CODE)]
+    if tether is not None:
+        options += ["--tether", f"{tether:g}", "--first-tether", f"{FIRST_CONTROLLER_S:g}"]
+    made = _with_host(template, labels(job_id, mesh), secret_name, port, options)
+    made["spec"].setdefault("restartPolicy", "OnFailure")
+    return {
+        "completionMode": "Indexed",
+        "completions": replicas,
+        "parallelism": replicas,
+        "backoffLimit": NO_LIMIT,
+        "podReplacementPolicy": "Failed",  # as with a StatefulSet: not while the former pod still ends
+        "template": made,
+    }
+
+
+def owned(manifest: Manifest, owners: Sequence[Manifest]) -> Manifest:
+    """Return an object that Kubernetes deletes with the last of these existing objects."""
+    references = [
+        {"apiVersion": each["apiVersion"], "kind": each["kind"], "name": each["metadata"]["name"],
+         "uid": each["metadata"]["uid"]}
+        for each in owners
+    ]  # fmt: skip
+    return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": references}}
+
+
+def _with_host(
+    template: Manifest, own: Mapping[str, str], secret_name: str, port: int, words: Sequence[str]
+) -> Manifest:
+    """Return a pod template whose container runs a host. What the template defines already stays.
+
+    ``words``: further options of the host.
+    """
     made = copy.deepcopy(template)
     meta, spec = made.setdefault("metadata", {}), made.setdefault("spec", {})
     meta["labels"] = {**meta.get("labels", {}), **own}
@@ -109,7 +184,7 @@ def _with_host(template: Manifest, own: Mapping[str, str], secret_name: str, por
     )
     container = host_container(spec)
     # From standard input: a file of the secret would have to belong to the container's user alone.
-    options = f"--address 0.0.0.0:{port} --secret-from-stdin"
+    options = " ".join([f"--address 0.0.0.0:{port} --secret-from-stdin", *words])
     if notice := meta.get("annotations", {}).get(NOTICE_ANNOTATION):
         options += f" --notice {float(notice):g}"
     up = f"exec monarch-backend up {options} < {SECRET_FOLDER}/{SECRET_KEY}"

@@ -105,6 +105,11 @@ def is_stuck(pod: Json, now: datetime) -> bool:
     return now > datetime.fromisoformat(until.replace("Z", "+00:00"))
 
 
+def has_succeeded(pod: Json) -> bool:
+    """Return whether the host has ended with exit code 0, after which a Job starts no other pod."""
+    return bool(pod.get("status", {}).get("phase") == "Succeeded")
+
+
 def has_notice(pod: Json) -> bool:
     """Return whether the host goes on for a while after the deletion of its pod was requested."""
     if (pod["metadata"].get("annotations") or {}).get(NOTICE_ANNOTATION):
