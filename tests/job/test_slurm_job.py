@@ -177,7 +177,9 @@ def requeued(cluster: SlurmCluster, job: SlurmJob) -> Any:
     cluster.run("scontrol", "requeue", str(before.submitted["job"]))
     changes = job.watch(interval=0.1, timeout=60)
     pending = next(each for each in changes if each.state == "pending")
-    cluster.run("scontrol", "update", f"JobId={before.submitted['job']}", "StartTime=now")  # it waits for two minutes
+    # It would wait for two minutes. slurmd compares whole seconds: it refuses a start in the second of the job's end
+    # ("Job credential revoked"), and the job is then FAILED with NonZeroExitCode.
+    cluster.run("scontrol", "update", f"JobId={before.submitted['job']}", "StartTime=now+2seconds")
     second = job.state(timeout=60).trainers
     names = list(second.spawn_procs({"gpus": 1}).spawn("where", Where).machine.call().get(60).values())
     after = state_file.read(job.path)
