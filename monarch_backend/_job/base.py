@@ -227,7 +227,7 @@ class Job:
         'train'
         """
         where = Path(path).expanduser().absolute()
-        with state_file.locked(where):
+        with state_file.locked(where, "dump"):
             state_file.write(where, self._read() or self._new_file(where))
 
     @property
@@ -260,8 +260,9 @@ class Job:
         timeout, plans = check_bounded(timeout), self._plans()
         if not plans and self.kind != "local":
             raise ValueError("the job has no hosts: give it some")
-        with state_file.locked(self.path):
-            self._start_missing(self._own_file(), plans, time.monotonic() + timeout)
+        until = time.monotonic() + timeout
+        with state_file.locked(self.path, "apply", until):
+            self._start_missing(self._own_file(), plans, until)
 
     def _own_file(self) -> JobFile:
         """Return the content of the job's file, or a new one. Raises JobError if it is of another job."""
@@ -302,7 +303,8 @@ class Job:
         before = [plan.mesh for plan in self._plans()]
         if mesh not in (names := list(dict.fromkeys(before))):
             raise ValueError(f"the job has no mesh {mesh!r}; it has {', '.join(names) or 'none'}")
-        with state_file.locked(self.path):
+        until = time.monotonic() + timeout
+        with state_file.locked(self.path, "resize", until):
             file = self._read()
             self._set_size(mesh, count)
             if file is None:
@@ -316,7 +318,7 @@ class Job:
             file.description = self._described()
             state_file.write(self.path, file)
             if self._is_submitted(file):
-                self._start_missing(file, self._plans(), time.monotonic() + timeout)
+                self._start_missing(file, self._plans(), until)
 
     def _end_surplus(self, file: JobFile, mesh: str, count: int) -> None:
         """End the hosts of a mesh from index ``count`` on."""
@@ -368,7 +370,9 @@ class Job:
                 for plan in some:
                     new.append(Launch(plan.label, plan.command, secret, plan.environment))
                     launches.append(new[-1])
-                file.hosts += [_entry(plan, each.ready(until)) for plan, each in zip(some, new, strict=True)]
+                file.hosts += [
+                    _entry(plan, each.ready(until, self._stop_if_killed)) for plan, each in zip(some, new, strict=True)
+                ]
             order = {name: number for number, name in enumerate(dict.fromkeys(plan.mesh for plan in self._plans()))}
             file.hosts.sort(key=lambda host: (order[host.mesh], host.index))
             state_file.write(self.path, file)
@@ -387,6 +391,11 @@ class Job:
             if before:
                 state_file.write(self.path, file)
             raise
+
+    def _stop_if_killed(self) -> None:
+        """Raise JobError if a `kill` waits for this command, which starts or ends hosts."""
+        if state_file.is_kill_requested(self.path):
+            raise JobError(f"job {self.name!r} was ended by kill() while this program started or ended hosts of it")
 
     def _read(self) -> JobFile | None:
         file = state_file.read(self.path)
@@ -524,10 +533,11 @@ class Job:
     def kill(self) -> None:
         """End all hosts that the job has started, from this program or another one.
 
-        This program's processes on them are stopped before. Raises JobError, with their names, for hosts that could not
-        be ended: they stay in the job's file.
+        This program's processes on them are stopped before. An `apply` or `resize` that still starts hosts gives up.
+        Raises JobError, with their names, for hosts that could not be ended: they stay in the job's file. Raises
+        JobError, with the pid, if another program does not end its command on the job within minutes.
         """
-        with state_file.locked(self.path):
+        with state_file.locked(self.path, "kill", is_kill=True):
             file = self._read()
             if file is None:
                 return

@@ -13,7 +13,7 @@ import select
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from monarch_backend._hosts.process_identity import Identity
@@ -24,6 +24,7 @@ REACHED = "monarch_backend: reached at "
 ARGUMENTS = ("up", "--secret-from-stdin", "--exit-with-stdin")
 KILL_TIMEOUT_S = 10.0
 """Seconds for a host to end after `give_up`."""
+CHECK_INTERVAL_S = 0.25
 
 
 class Up(NamedTuple):
@@ -59,15 +60,19 @@ class Launch:
         with contextlib.suppress(BrokenPipeError):
             self._in.write(secret.hex().encode() + b"\n")
 
-    def ready(self, until: float) -> Up:
-        """Return the host once it listens. Raises JobError if it ends, or at the monotonic time ``until``."""
+    def ready(self, until: float, check: Callable[[], None] = lambda: None) -> Up:
+        """Return the host once it listens. Raises JobError if it ends, or at the monotonic time ``until``.
+
+        ``check`` is called several times a second. It may raise an error to stop the wait.
+        """
         says = select.poll()  # select() is limited to 1024 descriptors
         says.register(self._out, select.POLLIN)
         while (up := self._parse()) is None:
             left = until - time.monotonic()
             if left <= 0:
                 raise JobError(f"{self.label} did not report in time that it listens{self._why()}")
-            if not says.poll(1000 * left):
+            check()
+            if not says.poll(1000 * min(left, CHECK_INTERVAL_S)):
                 continue
             data = os.read(self._out.fileno(), 4096)
             if not data:

@@ -121,7 +121,7 @@ class ScheduledJob(Job):
         until = time.monotonic() + check_bounded(timeout)
         if not self._plans():
             raise ValueError("the job has no hosts: give it some")
-        with state_file.locked(self.path):
+        with state_file.locked(self.path, "apply", until):
             file = self._own_file()
             if not file.submitted:
                 self._submit_new(file)
@@ -162,7 +162,7 @@ class ScheduledJob(Job):
             self._wait_for_change(min(self.poll_interval_s, max(0.0, until - time.monotonic())))
         hosts = [each.entry for each in replicas]
         if hosts != file.hosts:
-            with state_file.locked(self.path):
+            with state_file.locked(self.path, "apply"):
                 file = self._read()
                 if file is not None and file.id == job:
                     file.hosts = hosts
@@ -264,7 +264,7 @@ class ScheduledJob(Job):
         Raises ValueError and JobError as `Job.resize` does. ``timeout`` is in seconds.
         """
         until = time.monotonic() + check_bounded(timeout)
-        super().resize(mesh, count)
+        super().resize(mesh, count, max(0.0, until - time.monotonic()))
         file = self._read()
         if file is not None and file.submitted:
             self._wait_until_up(file.id, until)

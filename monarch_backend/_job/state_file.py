@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
+import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,14 @@ from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._job.errors import JobError
 from monarch_backend._transport.network.auth import write_private
 
+log = logging.getLogger("monarch_backend")
+
 STATE_VERSION = 1
+LOCK_NOTICE_S = 3.0
+"""Seconds after which a wait for a job's lock is logged."""
+LOCK_TIMEOUT_S = 300.0
+"""Seconds of a wait for a job's lock. A command holds it while it starts or ends hosts: at most two minutes."""
+LOCK_POLL_INTERVAL_S = 0.05
 
 
 class HostEntry(msgspec.Struct, frozen=True):
@@ -111,12 +121,80 @@ def write(path: Path, file: JobFile) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a job: one program at a time starts or ends its hosts. Makes the folder."""
+def locked(path: Path, command: str, until: float | None = None, *, is_kill: bool = False) -> Iterator[None]:
+    """Hold the lock of a job: one program at a time starts or ends its hosts. Makes the folder.
+
+    ``command`` is named to others that wait for the lock. A wait is logged after `LOCK_NOTICE_S`. Raises JobError at
+    the monotonic time ``until``, by default after `LOCK_TIMEOUT_S`. With ``is_kill`` the holder is asked to give up.
+    """
     make_private(path.parent)
-    fd = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
+    fd = os.open(_beside(path, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        _acquire(fd, path, until, is_kill)
+        os.ftruncate(fd, 0)  # a killed process leaves its text
+        os.pwrite(fd, f"{command}() of pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        try:
+            yield
+        finally:
+            os.ftruncate(fd, 0)
     finally:
         os.close(fd)
+
+
+def _acquire(fd: int, path: Path, until: float | None, is_kill: bool) -> None:
+    began = time.monotonic()
+    until = began + LOCK_TIMEOUT_S if until is None else max(until, began + LOCK_NOTICE_S)
+    is_logged = False
+    with contextlib.ExitStack() as request:
+        while not _try_lock(fd, fcntl.LOCK_EX):
+            if is_kill:
+                is_kill = not _request_kill(path, request)
+            waited, holder = (
+                time.monotonic() - began,
+                os.pread(fd, 200, 0).decode(errors="replace") or "another command",
+            )
+            if began + waited > until:
+                raise JobError(
+                    f"{path} is in use by {holder}, for {waited:.0f} s: wait for its end, or end that process"
+                )
+            if waited > LOCK_NOTICE_S and not is_logged:
+                is_logged = True
+                log.warning("waiting for %s, which is starting or ending hosts of the job %s", holder, path)
+            time.sleep(LOCK_POLL_INTERVAL_S)
+
+
+def _request_kill(path: Path, request: contextlib.ExitStack) -> bool:
+    """Ask the holder of the job's lock to give up. A lock of another file is the request, so it ends with this process.
+
+    Returns False if the holder looks at the request right now.
+    """
+    fd = os.open(_beside(path, "kill"), os.O_CREAT | os.O_RDWR, 0o600)
+    if _try_lock(fd, fcntl.LOCK_SH):
+        request.callback(os.close, fd)
+        return True
+    os.close(fd)
+    return False
+
+
+def is_kill_requested(path: Path) -> bool:
+    """Return whether a `kill` of this job waits for its lock."""
+    try:
+        fd = os.open(_beside(path, "kill"), os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try_lock(fd, fcntl.LOCK_EX)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{suffix}")

@@ -20,6 +20,7 @@ from monarch_backend._job.base import Plan
 from monarch_backend._job.host_launcher import ARGUMENTS
 from monarch_backend.job import Job, JobError, ProcessJob
 from tests.job.support import MARK, Where, gone, in_program, marked, new_mark, seen_by_ps
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +202,24 @@ def test_two_programs_at_once_start_one_host(tmp_path: Path) -> None:
         finally:
             jobs[0].kill()
         assert [host.state for host in jobs[1].status()] == ["not started"]
+
+
+class Silent(ProcessJob):
+    """A job whose host runs until its standard input ends, and never listens."""
+
+    def _plans(self) -> list[Plan]:
+        return [Plan("trainers", 0, "", ["cat"], {**os.environ, **self._env})]
+
+
+def test_kill_ends_an_apply_that_still_starts_hosts(tmp_path: Path) -> None:
+    with new_mark() as mark, ThreadPoolExecutor(1) as pool:
+        job = Silent({"trainers": 1}, path=tmp_path / "job.json", env={MARK: mark})
+        applied = pool.submit(job.apply)
+        wait_until(lambda: [line for line in marked(mark) if line.endswith("cat ")], 30)
+        ProcessJob({"trainers": 1}, path=job.path).kill()
+        with pytest.raises(JobError, match=r"was ended by kill\(\) while this program started"):
+            applied.result(30)
+    assert not job.path.exists()
 
 
 @pytest.mark.slow

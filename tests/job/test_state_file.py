@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from monarch_backend._job import state_file
 from monarch_backend._job.state_file import HostEntry
 from monarch_backend._transport.network.auth import new_secret, user_secret
 from monarch_backend.job import Job, JobError, LocalJob, ProcessJob, SPMDJob, SSHJob
+from tests.support.waiting import wait_until
 
 
 def noted(path: Path, process: Identity, **changes: Any) -> ProcessJob:
@@ -217,3 +220,37 @@ def test_loading_makes_the_same_job(tmp_path: Path) -> None:
     assert other._plans() == job._plans() and other.path == job.path
     assert [plan.reach for plan in other._plans()] == ["10.0.0.1", "::1", ""]
     job._forget(job._new_file(job.path))
+
+
+def test_command_that_waits_for_another_names_it_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(state_file, "LOCK_NOTICE_S", 0.0)
+    path, holder = tmp_path / "job.json", f"resize\\(\\) of pid {os.getpid()} on "
+    with state_file.locked(path, "a command with a longer name"):
+        pass
+    with state_file.locked(path, "resize"):
+        with pytest.raises(JobError, match=f"job.json is in use by {holder}.* wait for its end, or end that process"):
+            ProcessJob({"trainers": 1}, path=path).apply(timeout=0.2)
+        assert not state_file.is_kill_requested(path)
+    assert re.search(f"waiting for {holder}.* which is starting or ending hosts of the job", caplog.text)
+
+
+def test_request_of_a_kill_ends_with_its_wait(tmp_path: Path) -> None:
+    job, errors = ProcessJob({"trainers": 1}, path=tmp_path / "job.json"), list[str]()
+
+    def kill() -> None:
+        try:
+            job.kill()
+        except JobError as error:
+            errors.append(str(error))
+
+    with state_file.locked(job.path, "apply"):
+        waiting = threading.Thread(target=kill)
+        waiting.start()
+        wait_until(lambda: state_file.is_kill_requested(job.path))
+        with pytest.raises(JobError, match="was ended by kill"):
+            job._stop_if_killed()
+    waiting.join(30)
+    assert not errors
+    assert not state_file.is_kill_requested(job.path)

@@ -390,6 +390,7 @@ class KubernetesJob(ScheduledJob):
         )  # fmt: skip
 
         def is_surplus(pod: _Json) -> bool:
+            self._stop_if_killed()
             return pod["metadata"]["labels"].get(MESH_LABEL) == mesh and (pods.index_of(pod) or 0) >= count
 
         self._until_gone(api, is_surplus, file)

@@ -268,6 +268,7 @@ class SlurmJob(ScheduledJob):
         until = time.monotonic() + STEP_START_TIMEOUT_S
         try:
             while (found := commands.find_step(int(number), name)) is None:
+                self._stop_if_killed()
                 if step.poll() is not None or time.monotonic() > until:
                     raise JobError(f"srun could not start the hosts: {self._batch_log() or 'it did not end in time'}")
                 time.sleep(0.1)
