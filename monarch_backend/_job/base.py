@@ -269,12 +269,14 @@ class Job:
         file = self._read()
         if file is None:
             return self._new_file(self.path)
+        self._check_description(file, f"end that one first (Job.load({str(self.path)!r}).kill())")
+        return file
+
+    def _check_description(self, file: JobFile, cure: str) -> None:
         if file.description != self._described():
             raise JobError(
-                f"{self.path} is of a job that was described differently: end that one first "
-                f"(Job.load({str(self.path)!r}).kill()), or give this one another name"
+                f"{self.path} is of a job that was described differently: {cure}, or give this one another name"
             )
-        return file
 
     def _start_missing(self, file: JobFile, plans: Sequence[Plan], until: float) -> None:
         running = self._running(file)
@@ -295,7 +297,8 @@ class Job:
         them before, because they are lost. A job that does not run only changes its description.
 
         Raises ValueError for an unknown mesh and a ``count`` below 1. Raises JobError if the hosts of this job have
-        names, or if new hosts cannot be started within ``timeout`` seconds.
+        names, or if new hosts cannot be started within ``timeout`` seconds. Raises JobError if the job's file is of a
+        job with other arguments, also because another program has resized it.
         """
         timeout = check_bounded(timeout)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -306,6 +309,8 @@ class Job:
         until = time.monotonic() + timeout
         with state_file.locked(self.path, "resize", until):
             file = self._read()
+            if file is not None:
+                self._check_description(file, f"resize it by Job.load({str(self.path)!r}).resize({mesh!r}, {count})")
             self._set_size(mesh, count)
             if file is None:
                 return

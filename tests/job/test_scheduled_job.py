@@ -197,6 +197,16 @@ def test_resize_asks_the_scheduler_and_another_program_sees_it(job: MemoryJob, s
     assert [host.index for host in content(job).hosts] == [0]
 
 
+def test_resize_of_a_job_with_another_description_is_refused(job: MemoryJob, scheduler: Scheduler) -> None:
+    job.apply()
+    other = MemoryJob({"trainers": 2, "loaders": 1}, path=job.path)
+    with pytest.raises(JobError, match=r"described differently: resize it by Job.load\(.*\).resize\('trainers', 3\)"):
+        other.resize("trainers", 3, timeout=1)
+    assert content(job).description == {"meshes": {"trainers": 2}}
+    assert len(other.status()) == 3
+    assert list(scheduler.submitted.values()) == [{"trainers": 2}]
+
+
 def test_resize_refuses_wrong_numbers_and_names(job: MemoryJob) -> None:
     for count in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="not a number of hosts"):
