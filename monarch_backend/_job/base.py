@@ -232,7 +232,10 @@ class Job:
 
     @property
     def active(self) -> bool:
-        """Whether the job has been applied and not ended, by this program or another one."""
+        """Whether the job has been applied and not ended, by this program or another one.
+
+        That includes a submission to a scheduler whose program has died meanwhile: `kill` removes what there is.
+        """
         file = self._read()
         return file is not None and self._is_submitted(file)
 
@@ -336,7 +339,7 @@ class Job:
 
     @staticmethod
     def _is_submitted(file: JobFile) -> bool:
-        return bool(file.hosts or file.submitted)
+        return bool(file.hosts or file.submitted or file.is_begun)
 
     def _described(self) -> dict[str, Any]:
         """Return the description as it is after a round trip through JSON."""

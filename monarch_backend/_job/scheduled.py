@@ -37,6 +37,9 @@ REASON_TIMEOUT_S = 2.0
 """Seconds in which a scheduler is asked why a host is lost. The loss is reported then."""
 
 
+_BEGUN = "unknown: a program submits it, or has died while it did: then kill() removes what there is"
+
+
 class NotRemovedError(JobError):
     """A submission has failed, and parts of it may run. The job's file stays, so that `kill` can end them."""
 
@@ -130,6 +133,7 @@ class ScheduledJob(Job):
 
     def _submit_new(self, file: JobFile) -> None:
         # The file is written before the job is submitted, and tells by its id what to remove if this program dies now.
+        file.is_begun = True
         state_file.write(self.path, file)
         try:
             file.submitted = self._submit(file, read_secret(Path(file.secret_file)))
@@ -240,7 +244,8 @@ class ScheduledJob(Job):
         """Return the status of each host, with the scheduler's reason. Raises JobError if it cannot be asked."""
         file = self._read()
         if file is None or not file.submitted:
-            return [HostStatus(plan.mesh, plan.index, "not started") for plan in self._plans()]
+            state = "not started" if file is None or not file.is_begun else _BEGUN
+            return [HostStatus(plan.mesh, plan.index, state) for plan in self._plans()]
         return with_notices([each.status for each in self._known(file)], file)
 
     def _look(self, hosts: Sequence[HostEntry]) -> list[str]:

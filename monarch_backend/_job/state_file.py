@@ -64,7 +64,8 @@ class HostEntry(msgspec.Struct, frozen=True):
 class JobFile(msgspec.Struct):
     """Content of a job's file. ``machine``: where it was applied. ``description``: the arguments of the job.
 
-    ``submitted``: the names that a scheduler has given to the job, such as the number of a Slurm job.
+    ``submitted``: the names that a scheduler has given to the job, such as the number of a Slurm job. ``is_begun``: a
+    submission was begun. The scheduler may have the job although ``submitted`` is empty.
     """
 
     version: int
@@ -77,6 +78,7 @@ class JobFile(msgspec.Struct):
     description: dict[str, Any]
     hosts: list[HostEntry]
     submitted: dict[str, Any] = {}
+    is_begun: bool = False
 
 
 class _OnlyVersion(msgspec.Struct):

@@ -173,6 +173,8 @@ def test_program_that_died_while_it_submitted_left_a_job_that_kill_removes(
     state_file.write(job.path, file)  # a killed program removes nothing
     Path(file.secret_file).write_bytes(b"ab" * 16 + b"\n")
     Path(file.secret_file).chmod(0o600)
+    assert job.active
+    assert all("then kill() removes what there is" in each.state for each in job.status())
     Job.load(job.path).kill()
     assert not scheduler.submitted
     assert not job.path.exists()

@@ -15,6 +15,7 @@ import pytest
 
 from monarch_backend._core.state import make_private
 from monarch_backend._job.slurm import commands
+from monarch_backend._job.slurm import job as slurm_job
 from monarch_backend._job.slurm.job import _sbatch_words
 from monarch_backend._job.slurm.node import Report, read_reports, report_path
 from monarch_backend._transport.network.auth import write_private
@@ -99,9 +100,46 @@ def test_job_that_was_submitted_by_a_killed_program_is_found_by_its_name(
     assert "--name=monarch-killed-" in squeue.read_text()
 
 
+def test_job_that_is_accepted_after_sbatch_has_given_up_is_cancelled(
+    script: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """slurmctld accepts it between the first and the second search."""
+    said = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    script("sbatch", f': > {tmp_path}/submitted; echo "{said}" >&2; exit 1')
+    script(
+        "squeue", f"[ -e {tmp_path}/submitted ] && {{ [ -e {tmp_path}/asked ] && echo 42; : > {tmp_path}/asked; }}; :"
+    )
+    scancel = script("scancel", "")
+    job = SlurmJob(name="late", path=tmp_path / "job.json").add_mesh("trainers", 1)
+    with pytest.raises(JobError, match="Batch job submission failed: Socket timed out"):
+        job.apply()
+    assert scancel.read_text().startswith("--name=monarch-late-")
+    assert (tmp_path / "asked").exists()
+    assert not job.path.exists()
+
+
+def test_job_that_may_be_accepted_later_stays_for_kill(
+    script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
+    script("sbatch", 'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1')
+    script("squeue", f"[ -e {tmp_path}/accepted ] && echo 42; :")
+    scancel = script("scancel", "")
+    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
+    with pytest.raises(JobError, match=r"Slurm may still accept .*: apply\(\) finds it then, and kill\(\) ends it"):
+        job.apply()
+    assert job.active
+    scancel.unlink()
+    (tmp_path / "accepted").touch()
+    script("scontrol", f'echo "{RUNNING.replace("RUNNING", "CANCELLED")}"')
+    Job.load(job.path).kill()
+    assert scancel.read_text() == "42\n"
+
+
 def test_interrupted_submission_cancels_the_job(
     script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
     script("squeue", "")
     scancel = script("scancel", "")
     job = SlurmJob(name="interrupted", path=tmp_path / "job.json").add_mesh("trainers", 1)
@@ -116,7 +154,10 @@ def test_interrupted_submission_cancels_the_job(
     assert not job.path.exists()
 
 
-def test_submission_that_cannot_be_cancelled_stays_for_kill(script: Callable[[str, str], Path], tmp_path: Path) -> None:
+def test_submission_that_cannot_be_cancelled_stays_for_kill(
+    script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
     script("squeue", "")
     script("sbatch", 'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1')
     script("scancel", 'echo "scancel: error: Unable to contact slurm controller" >&2; exit 1')

@@ -33,6 +33,11 @@ def environment() -> dict[str, str]:
     return {**kept, "SLURM_TIME_FORMAT": "%s"}
 
 
+def is_outage(error: BaseException) -> bool:
+    """Return whether slurmctld has not answered a command. It may still carry it out."""
+    return isinstance(error, _CommandError) and bool(_OUTAGE.search(str(error)))
+
+
 def run(words: Sequence[str], text: str | None = None) -> str:
     """Run one of Slurm's commands with ``text`` as its input, and return its output. Raises JobError."""
     try:
@@ -59,7 +64,7 @@ def _ask(*words: str) -> str:
         try:
             return run(words)
         except _CommandError as error:
-            if not _OUTAGE.search(str(error)) or time.monotonic() > until:
+            if not is_outage(error) or time.monotonic() > until:
                 raise
             time.sleep(1.0)
 

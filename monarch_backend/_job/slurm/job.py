@@ -36,6 +36,8 @@ QUERY_INTERVAL_S = 2.0
 """Seconds between two questions to slurmctld while the job waits in the queue."""
 REMOVE_TIMEOUT_S = 120.0
 """Seconds for a cancelled job to end on all nodes. Slurm kills its processes after KillWait, by default 30 s."""
+WITHDRAW_TIMEOUT_S = 10.0
+"""Seconds in which a job is looked for whose submission was not answered, to cancel it."""
 SRUN_END_TIMEOUT_S = 10.0
 MAX_NOTICE_S = 65535.0
 """Limit of sbatch's --signal."""
@@ -195,10 +197,7 @@ class SlurmJob(ScheduledJob):
             try:
                 number = self._sbatch(file, name)
             except BaseException as error:  # Ctrl-C, too, after which it may have been submitted
-                try:
-                    commands.cancel(f"--name={name}")
-                except JobError as left:
-                    raise NotRemovedError(f"{error}; {name} may be submitted: end it with kill() ({left})") from error
+                _withdraw(name, error)
                 raise
         return {"job": number, "folder": str(self._folder)}
 
@@ -392,6 +391,27 @@ class SlurmJob(ScheduledJob):
         folder = self._folder
         super()._forget(file)
         _remove_reports(folder)
+
+
+def _withdraw(name: str, error: BaseException) -> None:
+    """Cancel a job whose submission has failed. slurmctld may accept it later than sbatch has waited.
+
+    Raises NotRemovedError if it may still accept it.
+    """
+    is_open = commands.is_outage(error) or not isinstance(error, JobError)
+    until = time.monotonic() + (WITHDRAW_TIMEOUT_S if is_open else 0.0)
+    try:
+        while is_missing := commands.find_by_name(name) is None:
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.2)
+        commands.cancel(f"--name={name}")
+    except JobError as left:
+        raise NotRemovedError(f"{error}; {name} may be submitted: end it with kill() ({left})") from error
+    if is_missing and commands.is_outage(error):
+        raise NotRemovedError(
+            f"{error}; Slurm may still accept {name}: apply() finds it then, and kill() ends it"
+        ) from error
 
 
 def _end_srun(step: subprocess.Popen[bytes]) -> None:
