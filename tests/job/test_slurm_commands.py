@@ -236,6 +236,18 @@ def test_options_of_the_users_environment_do_not_hide_jobs(
     assert commands.find_by_name("x") == 42
 
 
+@pytest.mark.parametrize("name", ["squeue", "scontrol", "sinfo", "scancel", "sbatch"])
+def test_options_of_the_users_environment_do_not_change_the_output(
+    script: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    variables = ["SQUEUE_FORMAT", "SQUEUE_FORMAT2", "SQUEUE_STATES", "SCONTROL_ALL", "SINFO_FORMAT", "SCANCEL_NAME",
+                 "SLURM_JSON", "SBATCH_ARRAY_INX"]  # fmt: skip
+    for variable in (*variables, "SLURM_TIME_FORMAT", "SBATCH_ACCOUNT"):
+        monkeypatch.setenv(variable, "of the user")
+    script(name, f'echo "{"".join(f"${each}" for each in variables)}|$SLURM_TIME_FORMAT|$SBATCH_ACCOUNT"')
+    assert commands.run([name]) == "|%s|of the user\n"
+
+
 def test_mesh_can_have_no_gpus() -> None:
     job = SlurmJob(gpus_per_node=8).add_mesh("trainers", 1).add_mesh("loaders", 1, gpus_per_node=0)
     words = [_sbatch_words(resources) for resources, _ in job._groups()]

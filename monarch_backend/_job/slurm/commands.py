@@ -19,8 +19,8 @@ OUTAGE_TIMEOUT_S = 60.0
 _OUTAGE = re.compile(r"Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes were trans")
 _UNKNOWN_JOB = re.compile(r"Invalid job id|No job found|Invalid job array")
 
-# Variables that change what the commands print, which jobs they find, and when they return.
-_OPTIONS = re.compile(r"(SQUEUE|SCONTROL|SINFO|SCANCEL)_\w+|SLURM_(TIME_FORMAT|JSON|YAML)|SBATCH_WAIT")
+# Variables that change what the commands print, which jobs they find, when they return, and how many jobs sbatch makes.
+_OPTIONS = re.compile(r"(SQUEUE|SCONTROL|SINFO|SCANCEL)_\w+|SLURM_(TIME_FORMAT|JSON|YAML)|SBATCH_(WAIT|ARRAY_INX)")
 
 
 class _CommandError(JobError):
