@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from monarch_backend._core.state import make_private
+from monarch_backend._job import state_file
 from monarch_backend._job.slurm import commands
 from monarch_backend._job.slurm import job as slurm_job
 from monarch_backend._job.slurm.job import _sbatch_words
@@ -195,6 +196,25 @@ def test_interrupted_start_of_a_step_ends_srun(allocation: SlurmJob, monkeypatch
         allocation.apply()
     assert [each.poll() for each in started] == [-signal.SIGTERM]
     assert not allocation.path.exists()
+
+
+def test_kill_does_not_wait_for_an_srun_that_does_not_end(
+    script: Callable[[str, str], Path], allocation: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "SRUN_END_TIMEOUT_S", 0.1)
+    script("squeue", "")
+    script("scancel", "")
+    file = allocation._new_file(allocation.path)
+    file.submitted = {"job": 7, "step": "7.3", "folder": str(tmp_path)}
+    state_file.write(allocation.path, file)
+    words = ["sh", "-c", "trap '' TERM; echo; exec sleep 60"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as step:
+        assert step.stdout is not None
+        step.stdout.readline()
+        allocation._steps.append(step)
+        allocation.kill()
+        assert step.poll() == -signal.SIGKILL
+    assert not allocation._steps
 
 
 def test_step_of_a_killed_program_is_found_by_its_name(

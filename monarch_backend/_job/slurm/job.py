@@ -26,7 +26,7 @@ from monarch_backend._core.state import make_private
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._job.base import Job, check_mesh_name
 from monarch_backend._job.errors import JobError
-from monarch_backend._job.scheduled import POLL_INTERVAL_S, NotRemovedError, Replica, ScheduledJob
+from monarch_backend._job.scheduled import POLL_INTERVAL_S, NotRemovedError, Replica, ScheduledJob, log
 from monarch_backend._job.slurm import commands
 from monarch_backend._job.slurm.node import NOTICE_SIGNAL, Report, read_reports, report_path
 from monarch_backend._job.slurm.records import SlurmRecord
@@ -273,7 +273,7 @@ class SlurmJob(ScheduledJob):
                 time.sleep(0.1)
         except BaseException:  # Ctrl-C, too
             self._steps.remove(step)
-            _end_srun(step)
+            _reap(step)
             raise
         return {"job": int(number), "step": found, "folder": folder}
 
@@ -371,9 +371,8 @@ class SlurmJob(ScheduledJob):
             if time.monotonic() > until:
                 raise JobError(f"not ended within {REMOVE_TIMEOUT_S:g} s: {why}")
             time.sleep(0.2)
-        for each in self._steps:
-            each.wait()
-        self._steps.clear()
+        while self._steps:
+            _reap(self._steps.pop(), is_ending=True)
 
     @staticmethod
     def _has_ended(number: int, step_name: str | None) -> str:
@@ -414,14 +413,18 @@ def _withdraw(name: str, error: BaseException) -> None:
         ) from error
 
 
-def _end_srun(step: subprocess.Popen[bytes]) -> None:
-    """End a step by its srun, which passes SIGTERM to the hosts, and return when srun has ended."""
-    step.terminate()
-    try:
-        step.wait(SRUN_END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        step.kill()
-        step.wait()
+def _reap(step: subprocess.Popen[bytes], *, is_ending: bool = False) -> None:
+    """End a step by its srun, which passes SIGTERM to the hosts, and return when srun has ended.
+
+    With ``is_ending`` srun may first end by itself. If it cannot be killed, as in a system call on a lost file system,
+    return without it.
+    """
+    for end in (*([lambda: None] if is_ending else []), step.terminate, step.kill):
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            step.wait(SRUN_END_TIMEOUT_S)
+            return
+    log.warning("srun (pid %d) does not end, although it was killed", step.pid)
 
 
 def _remove_reports(folder: Path) -> None:
