@@ -18,6 +18,7 @@ from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts import agent as agent_module
 from monarch_backend._hosts import protocol, remote_places
 from monarch_backend._hosts.connection_settings import find_secret, parse_address, tls_for
+from monarch_backend._hosts.loss_reasons import K, LossReasons
 from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Ending, Finish, Hosts, Lost, Places, Started
 from monarch_backend._hosts.remote_spawner import RemoteSpawner
 from monarch_backend._mesh.extent import Extent
@@ -61,7 +62,7 @@ class Host:
         self.through = through  # the host on the route to it, if this one cannot connect to it
         self.lost: str | None = None  # the reason, once it is lost
         self.ending: HostEnding | None = None  # once its end was announced
-        self.explain: Callable[[], str] | None = None  # asks a scheduler why it is lost
+        self.explain: Callable[[Callable[[str], None]], None] | None = None  # reports a scheduler's reason later
 
 
 class HostRegistry(RuntimeExtension):
@@ -274,14 +275,10 @@ class HostRegistry(RuntimeExtension):
         if host.explain is None:
             self._report_loss(host)
         else:
-            self._program.run_in_thread(functools.partial(self._explain_loss, host, host.explain))
+            host.explain(functools.partial(self._report_reason, host))
 
-    def _explain_loss(self, host: Host, explain: Callable[[], str]) -> None:
+    def _report_reason(self, host: Host, why: str) -> None:
         """Add the scheduler's reason to the loss, and report it then."""
-        try:
-            why = explain()
-        except Exception as error:
-            why = f"the reason could not be asked: {error}"
         if why:
             host.lost = f"{host.lost}; {why}"
         self._program.call_soon(lambda: self._report_loss(host))
@@ -428,14 +425,11 @@ def attach(
     return _mesh_of(made, name)
 
 
-def explain_losses(mesh: HostMesh, explain: Sequence[Callable[[], str]]) -> None:
-    """Set for each host of an attached mesh the function that returns why it is lost, or "".
-
-    It is called on a thread after the loss, which is reported after its return. It must return within seconds.
-    """
+def explain_losses(mesh: HostMesh, reasons: LossReasons[K], hosts: Sequence[K]) -> None:
+    """Report losses of a mesh's hosts with their reasons. ``hosts`` has each host as ``reasons`` takes it."""
     runtime: Any = program()
-    for host_id, function in zip(mesh.hosts or (), explain, strict=True):
-        runtime.hosts.find(host_id).explain = function
+    for host_id, host in zip(mesh.hosts or (), hosts, strict=True):
+        runtime.hosts.find(host_id).explain = functools.partial(reasons.find, host, later=runtime.progress.later)
 
 
 def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:

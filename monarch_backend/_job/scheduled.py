@@ -5,7 +5,6 @@ The job is submitted once. Then the scheduler is asked where its hosts listen, a
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -15,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from monarch_backend._core.limits import within
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts.attach import explain_losses
+from monarch_backend._hosts.loss_reasons import LossReason, LossReasons
 from monarch_backend._job import state_file
 from monarch_backend._job.base import HostStatus, Job, JobState, Plan, with_notices
 from monarch_backend._job.errors import JobError
@@ -35,6 +34,7 @@ ATTACH_TIMEOUT_S = 15.0
 """Seconds of one attempt to attach all hosts. Then the scheduler is asked again where they are."""
 REASON_TIMEOUT_S = 2.0
 """Seconds in which a scheduler is asked why a host is lost. The loss is reported then."""
+REASON_INTERVAL_S = 0.2
 
 
 _BEGUN = "unknown: a program submits it, or has died while it did: then kill() removes what there is"
@@ -79,6 +79,7 @@ class ScheduledJob(Job):
     """
 
     poll_interval_s: ClassVar[float] = POLL_INTERVAL_S
+    _loss_reasons: LossReasons[HostEntry] | None = None
 
     # ---- of each kind
 
@@ -212,33 +213,20 @@ class ScheduledJob(Job):
 
     def _attach(self, file: JobFile, name: str, hosts: Sequence[HostEntry], timeout: float) -> HostMesh:
         mesh = super()._attach(file, name, hosts, timeout)
-        explain_losses(mesh, [functools.partial(self._why_lost, host) for host in hosts])
+        if self._loss_reasons is None:
+            self._loss_reasons = LossReasons(
+                self._why_lost, REASON_TIMEOUT_S, lambda: self._wait_for_change(REASON_INTERVAL_S)
+            )
+        explain_losses(mesh, self._loss_reasons, hosts)
         return mesh
 
-    def _why_lost(self, host: HostEntry) -> str:
-        """Return the scheduler's reason for the loss of a host, in any case within seconds."""
-        try:
-            return within(REASON_TIMEOUT_S + 1.0, lambda: self._ask_why_lost(host), thread_name="monarch-reason")
-        except TimeoutError:
-            return f"{host.where}: the scheduler was asked why, and did not answer within {REASON_TIMEOUT_S + 1:g} s"
-
-    def _ask_why_lost(self, host: HostEntry) -> str:
-        """Return the reason as soon as the scheduler has one. It may notice the loss later than this program."""
-        until = time.monotonic() + REASON_TIMEOUT_S
-        while True:
-            file = self._read()
-            if file is None:
-                return "the job was ended"
-            found = [each for each in self._find(file) if (each.mesh, each.index) == (host.mesh, host.index)]
-            if not found:
-                return f"{host.where} does not exist any more"
-            if found[0].incarnation != host.incarnation:
-                return f"{host.where} was replaced: {found[0].reason or found[0].state}"
-            if found[0].reason and found[0].state != "up":
-                return f"{host.where}: {found[0].reason}"
-            if time.monotonic() > until:
-                return f"{host.where} is {found[0].state} for the scheduler"
-            self._wait_for_change(0.2)
+    def _why_lost(self, hosts: Sequence[HostEntry]) -> list[LossReason]:
+        """Return why hosts are lost. The scheduler may notice the loss later than this program."""
+        file = self._read()
+        if file is None:
+            return [LossReason("the job was ended", True)] * len(hosts)
+        found = {(each.mesh, each.index): each for each in self._find(file)}
+        return [_loss_reason(host, found.get((host.mesh, host.index))) for host in hosts]
 
     def status(self) -> list[HostStatus]:
         """Return the status of each host, with the scheduler's reason. Raises JobError if it cannot be asked."""
@@ -276,3 +264,13 @@ class ScheduledJob(Job):
 
     def _end_all(self, file: JobFile) -> None:
         self._remove(file)
+
+
+def _loss_reason(host: HostEntry, replica: Replica | None) -> LossReason:
+    if replica is None:
+        return LossReason(f"{host.where} does not exist any more", True)
+    if replica.incarnation != host.incarnation:
+        return LossReason(f"{host.where} was replaced: {replica.reason or replica.state}", True)
+    if replica.reason and replica.state != "up":
+        return LossReason(f"{host.where}: {replica.reason}", True)
+    return LossReason(f"{host.where} is {replica.state} for the scheduler", False)

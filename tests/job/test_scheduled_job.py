@@ -254,16 +254,17 @@ def test_state_of_a_cached_path_keeps_its_timeout_and_the_first_error(
         job.state(timeout=60, cached_path=tmp_path / "cached.json")
 
 
-def test_loss_is_reported_while_the_scheduler_does_not_answer(
-    job: MemoryJob, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasons_of_lost_hosts_are_asked_together(job: MemoryJob, scheduler: Scheduler) -> None:
     job.apply()
-    [host, _] = content(job).hosts
-    answered = threading.Event()
-    monkeypatch.setattr(scheduled, "REASON_TIMEOUT_S", -0.9)
-    monkeypatch.setattr(job, "_find", lambda _: answered.wait(30))
-    assert "pod-0: the scheduler was asked why, and did not answer" in job._why_lost(host)
-    answered.set()
+    hosts = content(job).hosts
+    assert job._why_lost(hosts) == [(f"pod-{index} is up for the scheduler", False) for index in range(2)]
+    scheduler.states["trainers", 0] = "gone", "out of memory", True
+    scheduler.starts["trainers", 1] = 1
+    assert job._why_lost(hosts) == [("pod-0: out of memory", True), ("pod-1 was replaced: up", True)]
+    scheduler.submitted[content(job).id]["trainers"] = 1
+    assert job._why_lost(hosts)[1] == ("pod-1 does not exist any more", True)
+    job.kill()
+    assert job._why_lost(hosts) == [("the job was ended", True)] * 2
 
 
 def test_refused_resize_keeps_the_description(job: MemoryJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,88 @@
+"""LossReasons: one thread for all lost hosts of a job, late reasons, errors, and schedulers without an answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from monarch_backend._hosts.loss_reasons import LossReason, LossReasons
+from tests.support.waiting import wait_until
+
+
+class Timers:
+    """Timers that the test lets expire."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def later(self, _seconds: float, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
+
+def nothing() -> None:
+    """Wait for nothing."""
+
+
+def threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "monarch-reason"]
+
+
+def test_many_lost_hosts_are_asked_for_on_one_thread() -> None:
+    asked, is_known = list[Sequence[int]](), threading.Event()
+
+    def ask(hosts: Sequence[int]) -> list[LossReason]:
+        asked.append(hosts)
+        assert is_known.wait(30)
+        return [LossReason(f"node {host} has failed", True) for host in hosts]
+
+    reasons, reported, timers = LossReasons(ask, 30.0, nothing), dict[int, str](), Timers()
+    for host in range(100):
+        reasons.find(host, lambda text, host=host: reported.update({host: text}), timers.later)  # type: ignore[misc]
+    assert len(threads()) == 1
+    is_known.set()
+    wait_until(lambda: len(reported) == 100)
+    assert reported[99] == "node 99 has failed"
+    assert len(asked) <= 2
+    wait_until(lambda: not threads())
+    reasons.find(100, lambda text: reported.update({100: text}), timers.later)  # starts a thread again
+    wait_until(lambda: 100 in reported)
+
+
+def test_reason_that_is_not_final_is_asked_for_again() -> None:
+    answers, reported = [LossReason("host 1 runs", False), LossReason("host 1 was preempted", True)], list[str]()
+    LossReasons(lambda _: [answers.pop(0)], 30.0, nothing).find(1, reported.append, Timers().later)
+    wait_until(lambda: reported)
+    assert reported == ["host 1 was preempted"]
+
+
+def test_reason_that_stays_open_is_reported_in_time() -> None:
+    reported = list[str]()
+    LossReasons(lambda _: [LossReason("host 1 runs", False)], 0.0, nothing).find(1, reported.append, Timers().later)
+    wait_until(lambda: reported)
+    assert reported == ["host 1 runs"]
+
+
+def test_scheduler_that_does_not_answer_does_not_delay_the_report() -> None:
+    is_over, reported, timers = threading.Event(), list[str](), Timers()
+
+    def ask(_: Sequence[int]) -> list[LossReason]:
+        assert is_over.wait(30)
+        return [LossReason("too late", True)]
+
+    LossReasons(ask, 2.0, nothing).find(1, reported.append, timers.later)
+    for call in timers.calls:
+        call()
+    is_over.set()
+    wait_until(lambda: not threads())
+    assert reported == ["the scheduler was asked why, and did not answer within 3 s"]
+
+
+def test_error_of_the_question_is_the_reason() -> None:
+    reported = list[str]()
+
+    def ask(_: Sequence[int]) -> list[LossReason]:
+        raise ConnectionError("no route")
+
+    LossReasons(ask, 2.0, nothing).find(1, reported.append, Timers().later)
+    wait_until(lambda: reported)
+    assert reported == ["the reason could not be asked: no route"]
