@@ -108,7 +108,7 @@ def test_kill_ends_hosts_and_deletes_the_state_file(tmp_path: Path, sleeper: Any
     path = tmp_path / "job.json"
     noted(path, Identity.of(sleeper.pid))
     Job.load(path).kill()
-    assert sleeper.wait(5) == -signal.SIGTERM
+    assert sleeper.wait(5) == -signal.SIGINT
     assert not path.exists() and not (tmp_path / "job.secret").exists()
     with pytest.raises(JobError, match="there is no job: no file"):
         Job.load(path)
