@@ -46,7 +46,7 @@ _COMMANDS: dict[str, tuple[Any, str]] = {
     "logs": (logs, "output of a program's processes, also of ended ones"),
     "top": (top, "ps with rates, refreshed each second on the whole screen"),
     "dashboard": (dashboard, "a page in the browser: ranks, failures, timeline, stacks, logs, SQL, curves"),
-    "k8s": (k8s, "objects of a KubernetesJob as YAML, logs of its pods, missing permissions"),
+    "k8s": (k8s, "objects of a KubernetesJob as YAML, logs and shells of its pods, missing permissions"),
     "kill": (kill, "end a program with all of its processes, or one of them"),
 }
 """Modules of the commands that need no torch, with their lines in the help."""

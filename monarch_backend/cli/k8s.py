@@ -1,4 +1,4 @@
-"""`monarch-backend k8s`: objects of a KubernetesJob as YAML, logs of its pods, and what hinders it."""
+"""`monarch-backend k8s`: objects of a KubernetesJob as YAML, logs and shells of its pods, missing permissions."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     logs.add_argument("--lines", type=int, default=100, help="last lines of each pod (default: %(default)s)")
     logs.add_argument("--previous", action="store_true", help="from before the last restart of the container")
 
+    shell = commands.add_parser("shell", help="run a shell or a command in a host's container")
+    shell.add_argument("-i", "--stdin", action="store_true", help="pass standard input to the command; a shell gets it")
+    shell.add_argument("-t", "--tty", action="store_true", help="give the command a terminal, and standard input")
+    shell.add_argument("job", help="name of the job, or its file")
+    shell.add_argument("host", help="MESH[INDEX], the number of the host in the job, or the name of its pod")
+    shell.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="the command, whose exit code is returned; by default an interactive shell",
+    )
+
     doctor = commands.add_parser("doctor", help="check the kubeconfig, the API server and the permissions")
     doctor.add_argument("--namespace", help="by default that of the context")
     doctor.add_argument("--kubeconfig", metavar="FILE", help="by default that of kubectl")
@@ -51,11 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one of the commands. Return 0; 1, with the reason, if it fails or `doctor` has found a missing permission."""
+    """Run one of the commands.
+
+    Return 0; 1, with the reason, if it fails or `doctor` has found a missing permission. `shell` returns the exit code
+    of its command.
+    """
     from monarch_backend._job.errors import JobError
 
     try:
-        return {"manifest": _manifest, "logs": _logs, "doctor": _doctor}[args.what](args)
+        return {"manifest": _manifest, "logs": _logs, "shell": _shell, "doctor": _doctor}[args.what](args)
     except (JobError, OSError, ValueError, ImportError) as error:
         return fail(f"k8s {args.what}", error)
 
@@ -116,17 +132,41 @@ def _logs(args: argparse.Namespace) -> int:
     return 0
 
 
+SHELL = ("/bin/sh", "-c", "command -v bash >/dev/null && exec bash; exec sh")
+
+
+def _shell(args: argparse.Namespace) -> int:
+    job = _job(args.job)
+    mesh, index = _host(job, args.host)
+    command = args.words[1:] if args.words[:1] == ["--"] else args.words
+    stdin = sys.stdin.fileno() if args.stdin or args.tty or not command else None
+    is_tty = args.tty or (not command and sys.stdin.isatty())
+    sys.stdout.flush()
+    return job.execute(mesh, index, command or SHELL, stdin=stdin, is_tty=is_tty)
+
+
+def _host(job: KubernetesJob, text: str) -> tuple[str, int]:
+    """Return mesh and index of a host that is given as MESH[INDEX], as its number in the job, or by its pod."""
+    hosts = job.status()
+    for number, each in enumerate(hosts):
+        _, _, pod = each.log.partition("pod ")
+        if text in (f"{each.mesh}[{each.index}]", str(number), pod.partition(" ")[0]):
+            return each.mesh, each.index
+    names = ", ".join(f"{each.mesh}[{each.index}]" for each in hosts)
+    raise ValueError(f"the job has no host {text}; it has {names}")
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from monarch_backend._job.kubernetes.api import Api
-    from monarch_backend._job.kubernetes.permissions import NEEDED
+    from monarch_backend._job.kubernetes.permissions import NEEDED, OPTIONAL
 
     api = Api(args.namespace, args.kubeconfig, args.context, args.in_cluster, retry=0.0)
     rows: list[tuple[str, Any]] = [("API server", api.server), ("namespace", api.namespace)]
     rows.append(("version", api.request("GET", "/version").get("gitVersion", "?")))
     missing = []
-    for verb, resource, use in NEEDED:
+    for verb, resource, use in (*NEEDED, *OPTIONAL):
         allowed = api.may(verb, resource)
-        if not allowed:
+        if not allowed and (verb, resource, use) in NEEDED:
             missing.append(f"{verb} {resource}")
         rows.append((f"{verb} {resource}", "yes" if allowed else f"no: {use}"))
     width = max(len(name) for name, _ in rows)

@@ -14,7 +14,7 @@ import yaml
 
 from monarch_backend._job.kubernetes import pods
 from monarch_backend._job.kubernetes.api import Api
-from monarch_backend._job.kubernetes.permissions import NEEDED
+from monarch_backend._job.kubernetes.permissions import NEEDED, OPTIONAL
 from monarch_backend.cli import main
 from monarch_backend.job import Job, JobError, KubernetesJob
 
@@ -65,8 +65,9 @@ def test_wrong_arguments_of_manifest_are_named(words: list[str], error: str) -> 
     assert (code, made) == (1, []) and error in text
 
 
-def test_role_has_exactly_the_needed_permissions() -> None:
-    role = yaml.safe_load((ROOT / "deploy/k8s/role.yaml").read_text())
+@pytest.mark.parametrize(("file", "permissions"), [("role.yaml", NEEDED), ("role-shell.yaml", OPTIONAL)])
+def test_role_has_exactly_the_needed_permissions(file: str, permissions: Any) -> None:
+    role = yaml.safe_load((ROOT / "deploy/k8s" / file).read_text())
     allowed = {
         (verb, f"{group}:{resource}" if group else resource)
         for rule in role["rules"]
@@ -74,7 +75,7 @@ def test_role_has_exactly_the_needed_permissions() -> None:
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    assert allowed == {(verb, resource) for verb, resource, _ in NEEDED}
+    assert allowed == {(verb, resource) for verb, resource, _ in permissions}
 
 
 def test_pod_template_keeps_its_fields_and_gets_the_host() -> None:

@@ -2,7 +2,7 @@
 
 It registers nodes, sends their heartbeats, and runs the first container of each pod that the scheduler binds to them. A
 pod has its own network, processes, hostname, mounts and /tmp, and the machine's other files in place of an image.
-Images whose name contains "missing" cannot be pulled. Logs and port-forwarding are served over HTTPS.
+Images whose name contains "missing" cannot be pulled. Logs, port-forwarding and exec are served over HTTPS.
 
 `python -m tests.k8s.kubelet` reads a JSON object on its first line of input. Each further line is a command:
 
@@ -32,7 +32,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from tests.k8s import websocket
+from tests.k8s import exec_server, websocket
 
 Json = dict[str, Any]
 
@@ -148,8 +148,13 @@ class Pod:
             if number == signal.SIGKILL:
                 self.process.kill()  # of unshare: --kill-child
             else:
-                [child] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-                os.kill(int(child), number)
+                os.kill(self.first_pid(), number)
+
+    def first_pid(self) -> int:
+        """Return the pid of the container's first process. Raises OSError and ValueError if it has ended."""
+        assert self.process is not None
+        [child] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(child)
 
     def hook_has_ended(self) -> bool:
         """Start the command of the container's preStop hook at the first call. Return whether it is over."""
@@ -160,8 +165,7 @@ class Pod:
 
     def kill_worker(self) -> None:
         """Kill the process of the pod that was started last."""
-        assert self.process is not None
-        [first] = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        first = self.first_pid()
         home = os.readlink(f"/proc/{first}/ns/pid")
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -509,6 +513,10 @@ class Kubelet:
             request.send_header("Content-Length", str(len(body)))
             request.end_headers()
             request.wfile.write(body)
+        elif what == "exec":
+            command = ["nsenter", f"--target={found[0].first_pid()}", "--mount", "--uts", "--ipc", "--net", "--pid"]
+            is_tty = query.get("tty", [""])[0] in ("1", "true")
+            exec_server.serve(request, [*command, *query["command"]], is_tty=is_tty, protocols=(exec_server.V4,))
         elif what == "portForward":
             websocket.forward(request, found[0].address, [int(port) for port in query["port"]])
         else:

@@ -1,4 +1,4 @@
-"""Server of port-forwarding over a WebSocket, as a kubelet has it: protocol v4.channel.k8s.io, without extensions."""
+"""Server's side of a WebSocket, and port-forwarding over it, as a kubelet has it, without extensions."""
 
 from __future__ import annotations
 
@@ -9,63 +9,74 @@ import http.server
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 PROTOCOL = "v4.channel.k8s.io"
-_BINARY, _CLOSE, _PING, _PONG = 2, 8, 9, 10
+BINARY, CLOSE, PING, PONG = 2, 8, 9, 10
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 
-def forward(request: http.server.BaseHTTPRequestHandler, address: str, ports: list[int]) -> None:
-    """Connect each port of the pod, and copy both directions until the client closes."""
+def accept(request: http.server.BaseHTTPRequestHandler, protocol: str = PROTOCOL) -> Callable[[int, bytes], None]:
+    """Answer the request for a WebSocket. Return ``send(opcode, data)``."""
     key = request.headers["Sec-WebSocket-Key"].encode()
     request.send_response(101)
     for name, value in (
         ("Upgrade", "websocket"),
         ("Connection", "Upgrade"),
         ("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key + _GUID).digest()).decode()),
-        ("Sec-WebSocket-Protocol", PROTOCOL),
+        ("Sec-WebSocket-Protocol", protocol),
     ):
         request.send_header(name, value)
     request.end_headers()
     request.close_connection = True
-    lock, sockets = threading.Lock(), {}
+    lock = threading.Lock()
 
     def send(opcode: int, data: bytes) -> None:
         length = len(data)
-        head = (
-            struct.pack(">BB", 128 | opcode, length) if length < 126 else struct.pack(">BBH", 128 | opcode, 126, length)
-        )
+        if length < 126:
+            head = struct.pack(">BB", 128 | opcode, length)
+        elif length < 1 << 16:
+            head = struct.pack(">BBH", 128 | opcode, 126, length)
+        else:
+            head = struct.pack(">BBQ", 128 | opcode, 127, length)
         with lock:
             request.wfile.write(head + data)
             request.wfile.flush()
 
+    return send
+
+
+def forward(request: http.server.BaseHTTPRequestHandler, address: str, ports: list[int]) -> None:
+    """Connect each port of the pod, and copy both directions until the client closes."""
+    send, sockets = accept(request), {}
+
     def copy(channel: int, source: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(32768):
-                send(_BINARY, bytes([channel]) + data)
+                send(BINARY, bytes([channel]) + data)
         with contextlib.suppress(OSError, ValueError):
-            send(_CLOSE, b"")
+            send(CLOSE, b"")
 
     try:
         for index, port in enumerate(ports):
             for channel in (2 * index, 2 * index + 1):
-                send(_BINARY, bytes([channel]) + struct.pack("<H", port))
+                send(BINARY, bytes([channel]) + struct.pack("<H", port))
             try:
                 sockets[2 * index] = socket.create_connection((address, port), 5)
             except OSError as error:
-                send(_BINARY, bytes([2 * index + 1]) + str(error).encode())
-                send(_CLOSE, b"")
+                send(BINARY, bytes([2 * index + 1]) + str(error).encode())
+                send(CLOSE, b"")
                 return
             sockets[2 * index].settimeout(None)
             threading.Thread(target=copy, args=(2 * index, sockets[2 * index]), daemon=True).start()
-        while (frame := _read(request.rfile)) is not None:
+        while (frame := read(request.rfile)) is not None:
             opcode, data = frame
-            if opcode == _CLOSE:
+            if opcode == CLOSE:
                 return
-            if opcode == _PING:
-                send(_PONG, data)
-            elif opcode == _BINARY and data and data[0] in sockets:
+            if opcode == PING:
+                send(PONG, data)
+            elif opcode == BINARY and data and data[0] in sockets:
                 sockets[data[0]].sendall(data[1:])
     except OSError:
         pass
@@ -76,7 +87,7 @@ def forward(request: http.server.BaseHTTPRequestHandler, address: str, ports: li
             each.close()
 
 
-def _read(file: Any) -> tuple[int, bytes] | None:
+def read(file: Any) -> tuple[int, bytes] | None:
     head = file.read(2)
     if len(head) < 2:
         return None

@@ -10,6 +10,7 @@ import contextlib
 import http.server
 import itertools
 import json
+import socket
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ class ApiServer:
         self.on_connect: Callable[[http.server.BaseHTTPRequestHandler, str, dict[str, list[str]]], None] | None = None
         self._uids = itertools.count(1)
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
+        self._server.daemon_threads = False  # close() waits for them
+        self._connections: set[socket.socket] = set()
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.kubeconfig = folder / "kubeconfig"
@@ -46,6 +48,10 @@ class ApiServer:
 
     def close(self) -> None:
         self._server.shutdown()
+        self.on_connect = None  # it may hold what has connections to this server
+        for each in list(self._connections):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
 
     def names(self) -> list[str]:
@@ -89,6 +95,15 @@ class ApiServer:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                api._connections.add(self.request)
+                super().setup()
+
+            def finish(self) -> None:
+                with contextlib.suppress(OSError):
+                    super().finish()
+                api._connections.discard(self.request)
 
             def _serve(self) -> None:
                 url = urllib.parse.urlsplit(self.path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._job.errors import JobError
@@ -241,6 +241,20 @@ class Api:
 
         core = client.CoreV1Api(client.ApiClient(self.client.configuration))  # of its own: `stream` changes it
         return stream.portforward(core.connect_get_namespaced_pod_portforward, pod, self.namespace, ports=str(port))
+
+    def execute(self, pod: str, container: str, command: Sequence[str], *, stdin: bool, is_tty: bool) -> Any:
+        """Start a command in a container. Return the connection, websocket-client's WebSocket."""
+        from kubernetes import client, stream
+
+        core = client.CoreV1Api(client.ApiClient(self.client.configuration))  # of its own: `stream` changes it
+        try:
+            made = stream.stream(
+                core.connect_get_namespaced_pod_exec, pod, self.namespace, container=container, command=list(command),
+                stdin=stdin, stdout=True, stderr=not is_tty, tty=is_tty, _preload_content=False, binary=True,
+            )  # fmt: skip
+        except client.ApiException as error:
+            raise JobError(f"pod {pod}: no command can be started: {str(error.reason).strip()}") from None
+        return made.sock
 
     @property
     def server(self) -> str:

@@ -20,7 +20,15 @@ from monarch_backend._job.base import check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.kubernetes import manifests, pods
 from monarch_backend._job.kubernetes.api import Api, ApiRefusal, until_true
-from monarch_backend._job.kubernetes.manifests import CONTROLLERS, JOB_LABEL, MESH_LABEL, PORT, Manifest
+from monarch_backend._job.kubernetes.manifests import (
+    CONTAINER,
+    CONTROLLERS,
+    JOB_LABEL,
+    MESH_LABEL,
+    PORT,
+    Manifest,
+)
+from monarch_backend._job.kubernetes.pod_exec import Execution
 from monarch_backend._job.kubernetes.port_forward import PortForward
 from monarch_backend._job.scheduled import NotRemovedError, Replica, ScheduledJob
 from monarch_backend._job.state_file import HostEntry, JobFile
@@ -329,11 +337,37 @@ class KubernetesJob(ScheduledJob):
 
         Raises JobError if the job does not run, or the log cannot be read.
         """
+        file, pod = self._pod(mesh, index)
+        return self._api(file).log(pod, lines, previous=previous)
+
+    def execute(
+        self, mesh: str, index: int, command: Sequence[str], *, stdin: int | None = None, is_tty: bool = False
+    ) -> int:
+        """Run a command in the host's container, with this process's stdout and stderr. Return its exit code.
+
+        ``stdin``: descriptor of its input. With ``is_tty`` it has a terminal, with the size of that of ``stdin``.
+        ``monarch-backend k8s shell`` calls it. deploy/k8s/role-shell.yaml has the permissions.
+
+        Raises JobError if the job does not run, if the command cannot be started, or if the connection is lost.
+        """
+        file, pod = self._pod(mesh, index)
+        api, template = self._api(file), self._meshes[mesh].get("template")
+        container = CONTAINER if template is None else manifests.host_container(template["spec"])["name"]
+        if template is None:  # a pod of others
+            listed, _ = api.list("pods", self._meshes[mesh]["selector"])
+            [spec] = [each["spec"] for each in listed if each["metadata"]["name"] == pod]
+            names = [each["name"] for each in spec["containers"]]
+            container = CONTAINER if CONTAINER in names else names[0]
+        connection = api.execute(pod, container, command, stdin=stdin is not None, is_tty=is_tty)
+        return Execution(connection, f"pod {pod}", is_tty=is_tty).run(stdin)
+
+    def _pod(self, mesh: str, index: int) -> tuple[JobFile, str]:
+        """Return the job's file and the name of a host's pod. Raises JobError if there is none."""
         file = self._read()
         found = [] if file is None else [each for each in self._find(file) if (each.mesh, each.index) == (mesh, index)]
         if file is None or not found or not found[0].where:
             raise JobError(f"job {self.name!r} has no pod {mesh}[{index}]")
-        return self._api(file).log(found[0].where, lines, previous=previous)
+        return file, found[0].where
 
     def _remove(self, file: JobFile) -> None:
         api = self._api(file)

@@ -1,4 +1,4 @@
-"""Permissions that KubernetesJob needs: the rules of deploy/k8s/role.yaml, with their uses."""
+"""Permissions that KubernetesJob uses: the rules of deploy/k8s, with their uses."""
 
 NEEDED: tuple[tuple[str, str, str], ...] = (
     ("create", "secrets", "apply() cannot start a job"),
@@ -24,3 +24,9 @@ NEEDED: tuple[tuple[str, str, str], ...] = (
     ("delete", "pods", "force_delete=True has no effect"),
 )
 """Verb, resource as GROUP:NAME, and what is not possible without it."""
+
+OPTIONAL: tuple[tuple[str, str, str], ...] = (
+    ("get", "pods/exec", "`k8s shell` is not possible: deploy/k8s/role-shell.yaml"),
+    ("create", "pods/exec", "`k8s shell` is not possible from Kubernetes 1.35 on: deploy/k8s/role-shell.yaml"),
+)
+"""Permissions of deploy/k8s/role-shell.yaml. A command in a pod can read its Secrets, so they are not in the first."""
