@@ -72,8 +72,8 @@ class ProcessRecording:
 
     def _actors_of_threads(self) -> dict[int, str]:
         names = defaultdict[int, set[str]](set)
-        for event in self.events(Kind.MESSAGE):
-            names[event.thread].add(event.name)
+        for thread, name in {(event.thread, event.name) for event in self.events(Kind.MESSAGE)}:
+            names[thread].add(name)
         return {thread: found.pop() for thread, found in names.items() if len(found) == 1}
 
     def _ranks_of_actors(self) -> dict[str, int | None]:
@@ -82,8 +82,8 @@ class ProcessRecording:
             if activity.kind == Kind.MESSAGE:
                 ranks[activity.name].add(activity.rank)
         for kind in (Kind.MESSAGE, Kind.ACTOR):  # of an actor that has ended, its rank is not recorded
-            for event in self.events(kind):
-                ranks.setdefault(event.name, set())
+            for name in dict.fromkeys(event.name for event in self.events(kind)):
+                ranks.setdefault(name, set())
         return {name: found.pop() if len(found) == 1 else None for name, found in ranks.items()}
 
     def actor_on(self, thread: int) -> str | None:

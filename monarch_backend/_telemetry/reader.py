@@ -5,6 +5,7 @@ A reader maps memory that other processes write to. It needs no answer from them
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
@@ -27,6 +28,8 @@ _EVENT = numpy.dtype(
         ("name", "u4"), ("detail", "u4"), ("reference", "u8"), ("value", "u8"), ("trace", "u8"),
     ]
 )  # fmt: skip
+_FIELDS = _EVENT.names or ()
+_TEXTS_AT = _FIELDS.index("name"), _FIELDS.index("detail")
 _TEXT = struct.Struct(f"=QH{_LAYOUT['text_bytes']}s")
 _TEXT_FLAG = 1 << 31
 _MESSAGES = (Kind.SENT, Kind.MESSAGE)
@@ -322,6 +325,14 @@ def _copy(memory: mmap.mmap, first: int, end: int) -> numpy.ndarray[Any, Any]:
     return numpy.frombuffer(b"".join(memory[start + a * size : start + b * size] for a, b in parts), _EVENT)
 
 
+@functools.lru_cache(maxsize=64)
+def _is_among(kinds: tuple[int, ...]) -> numpy.ndarray[Any, Any]:
+    """Return whether each possible kind is one of these. An index into it is faster than `numpy.isin`."""
+    found = numpy.zeros(1 << 16, bool)
+    found[list(kinds)] = True
+    return found
+
+
 def _events(
     memory: mmap.mmap, names: _Names, wanted: EventFilter, after: int, written: int
 ) -> tuple[list[RecordedEvent], int]:  # fmt: skip
@@ -337,15 +348,14 @@ def _events(
     whole = copy[(copy["stamp"] > after) & (copy["stamp"] == again)]
     kept = len(whole) + max(0, first - oldest)
     if wanted.kinds:
-        whole = whole[numpy.isin(whole["kind"], wanted.kinds)]
+        whole = whole[_is_among(wanted.kinds)[whole["kind"]]]
     if wanted.failed:
         whole = whole[whole["status"] != Status.OK]
     if wanted.since_ns:
-        whole = whole[(whole["end_ns"] > wanted.since_ns) | numpy.isin(whole["kind"], wanted.always)]
+        whole = whole[(whole["end_ns"] > wanted.since_ns) | _is_among(wanted.always)[whole["kind"]]]
     whole = whole[numpy.argsort(whole["stamp"])][-wanted.limit :]
     texts = {number: names[number] for number in {*whole["name"].tolist(), *whole["detail"].tolist()}}
-    events = [
-        RecordedEvent(number, end, duration, kind, status, thread, texts[name], texts[detail], reference, value, trace)
-        for number, end, duration, kind, status, thread, name, detail, reference, value, trace in whole.tolist()
-    ]
-    return events, kept
+    columns = [whole[name].tolist() for name in _FIELDS]
+    for place in _TEXTS_AT:
+        columns[place] = [texts[number] for number in columns[place]]
+    return list(map(RecordedEvent._make, zip(*columns, strict=True))), kept

@@ -127,7 +127,9 @@ def answer(sql: str, recording: Recording, there: Subject | None = None) -> Quer
     Logs and stacks are asked of ``there``. Without it they are those of this machine's processes.
     """
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        connection.execute("begin")  # else each row is a transaction
         _fill(connection, set(re.findall(r"\w+", sql.lower())), recording, there)
+        connection.execute("commit")
         columns, rows, is_truncated = _select(connection, sql)
     processes = [
         ReadProcess(each.pid, each.label, each.recorded.kept, each.recorded.lost) for each in recording.processes

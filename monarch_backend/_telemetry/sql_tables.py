@@ -10,6 +10,7 @@ import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from monarch_backend._telemetry import jobs, stragglers
@@ -286,8 +287,10 @@ class Tables:
             found.append((each.start, number, "active"))
             if each.end is not None:
                 found.append((each.end, number, each.status))
-        for number, (at, message, status) in enumerate(sorted(found, key=lambda each: each[:2]), 1):
-            yield number, self._wall(at), message, status
+        found.sort(key=itemgetter(0))  # messages have the order of their numbers already
+        offset = self._recording.wall_offset_ns
+        for number, (at, message, status) in enumerate(found, 1):
+            yield number, (at + offset) // 1000, message, status
 
     def _sent_messages_rows(self) -> Iterator[Row]:
         handled = Counter((each.what.trace, each.what.reference) for each in self._all_messages())

@@ -585,6 +585,20 @@ def test_program_asks_about_itself_and_about_others(running: subprocess.Popen[st
     assert done.stdout == "{'name': 'mine', 'status': 'open'} True\nTrue\nunknown\n", done.stderr
 
 
+def test_all_rows_of_an_answer_are_one_transaction(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, run = sqlite3.connect, list[str]()
+
+    def traced(*args: Any, **options: Any) -> sqlite3.Connection:
+        made: sqlite3.Connection = connect(*args, **options)
+        made.set_trace_callback(run.append)
+        return made
+
+    monkeypatch.setattr(sqlite3, "connect", traced)
+    sql.answer("select count(*) from messages", recording)
+    inserts = [number for number, line in enumerate(run) if line.startswith("insert into messages")]
+    assert len(inserts) > 1 and run.index("begin") < inserts[0] and inserts[-1] < run.index("commit")
+
+
 def test_result_iterates_over_rows_as_dictionaries() -> None:
     result = QueryResult(["a", "b"], [(1, 2), (3, math.inf)], [], [], is_truncated=False)
     assert list(result) == [{"a": 1, "b": 2}, {"a": 3, "b": math.inf}] and len(result) == 2
