@@ -4,7 +4,8 @@ The rings of processes keep their last events and end with their program. A hist
 has the recording itself and not the tables of queries, so that rows of several looks still refer to each other.
 
 Each look is one transaction: a writer that is killed leaves whole looks. A new writer goes on after the last event of
-each process, by the machine's boot, the pid and the start of the process. Times are nanoseconds since 1970.
+each process, by the machine's boot, the pid and the start of the process. For a job's host on another machine, its name
+is in place of the boot. Times are nanoseconds since 1970.
 """
 
 from __future__ import annotations
@@ -64,8 +65,11 @@ _UPSERT = f"""
     returning id
 """
 
+_OF_HOST = "host "
+"""What the name of a host on another machine follows in the column ``boot``. No boot begins with it."""
+
 Key = tuple[str, int, int]
-"""A process: the boot of its machine, its pid, and its start."""
+"""A process: the boot of its machine or its host, its pid, and its start on the clock of its machine."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +117,15 @@ class HistoryWriter:
         os.close(self._lock)
 
     def _last_numbers(self) -> dict[tuple[int, int], int]:
-        """Return the numbers of the last events of the processes of this boot, in any file."""
+        """Return the numbers of the last events of the processes of this boot and of other hosts, in any file."""
         last: dict[tuple[int, int], int] = {}
         for path in _files(self._folder):
             try:
                 with _opened(path) as connection:
                     for pid, started, number in connection.execute(
-                        "select pid, started_ns, max(number) from process join event on process = id where boot = ? "
-                        "group by id",
-                        (self._boot,),
+                        "select pid, started_ns, max(number) from process join event on process = id "
+                        "where boot = ? or boot like ? || '%' group by id",
+                        (self._boot, _OF_HOST),
                     ):
                         last[pid, started] = max(number, last.get((pid, started), 0))
             except sqlite3.Error as error:
@@ -159,7 +163,7 @@ class HistoryWriter:
             connection.execute("commit")
         for each in recording.processes:
             if each.recorded.events:
-                self._last[each.pid, each.recorded.started_ns] = each.recorded.events[-1].number
+                self._last[each.recorded.key] = each.recorded.events[-1].number
         self.delete_old()
         return Appended(count, overwritten)
 
@@ -171,8 +175,8 @@ class HistoryWriter:
             for activity in recorded.activities
         ]
         return (
-            self._boot, each.pid, recorded.started_ns, recorded.started_ns + wall_offset_ns, each.label, process.parent,
-            each.program.pid, each.program.command, _signed(recorded.identity), is_alive,
+            _OF_HOST + each.host if each.host else self._boot, *recorded.key, recorded.started_ns + wall_offset_ns,
+            each.label, process.parent, each.program.pid, each.program.command, _signed(recorded.identity), is_alive,
             None if is_alive else recorded.exit_code, process.memory, process.cpu_seconds, now, recorded.lost,
             json.dumps(activities), json.dumps(recorded.names),
         )  # fmt: skip
@@ -318,7 +322,8 @@ def _recording(
     for key, row in sorted(rows.items(), key=lambda item: (item[1]["file"], item[1]["id"])):
         is_alive = bool(row["is_alive"]) and row["seen_unix_ns"] == now
         program_key = row["boot"], row["program_pid"], row["command"]
-        program = programs.setdefault(program_key, Program(row["program_pid"], row["command"], []))
+        host = row["boot"].removeprefix(_OF_HOST) if row["boot"].startswith(_OF_HOST) else ""
+        program = programs.setdefault(program_key, Program(row["program_pid"], row["command"], [], host))
         process = Process(
             row["pid"], row["label"], "running" if is_alive else "ended", row["parent"],
             (now - row["started_unix_ns"]) / 1e9, row["exit_code"], row["memory_bytes"], row["cpu_s"], [],

@@ -15,6 +15,7 @@ from monarch_backend.cli.arguments import add_program, fail, nothing_there, unti
 if TYPE_CHECKING:
     from monarch_backend._telemetry.export.otlp import Exporter, Sent
     from monarch_backend._telemetry.recording_history import HistoryWriter
+    from monarch_backend._telemetry.subject import Subject
 
 DEFAULT_INTERVAL_S = 10.0
 DEFAULT_KEEP_HOURS = 24.0
@@ -141,32 +142,35 @@ def _save(args: argparse.Namespace) -> int:
 
 def _keep(args: argparse.Namespace) -> int:
     """Add to a history until a signal. Programs may end and start meanwhile."""
+    from monarch_backend._job.errors import JobError
     from monarch_backend._telemetry.recording_history import HistoryWriter
-    from monarch_backend.cli.subject import job_file
+    from monarch_backend.cli.subject import look_at
 
     if not args.output:
         return fail("export", "name the folder: -o FOLDER")
-    if args.program is not None and job_file(args.program) is not None:
-        return fail("export", f"{args.program} is a job: run this on each of its hosts, with a program or without")
     try:
-        with HistoryWriter(args.output, args.keep_hours * 3600, args.keep_bytes) as history, until_signal() as ended:
-            _add(history, args, ended)
+        with (
+            HistoryWriter(args.output, args.keep_hours * 3600, args.keep_bytes) as history,
+            look_at(args.program) as there,
+            until_signal() as ended,
+        ):
+            _add(history, there, args, ended)
             return 0
-    except (LookupError, NotImplementedError, OSError, ValueError) as error:
+    except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("export", error)
 
 
-def _add(history: HistoryWriter, args: argparse.Namespace, ended: threading.Event) -> None:
+def _add(history: HistoryWriter, there: Subject, args: argparse.Namespace, ended: threading.Event) -> None:
     """Add in each interval what is new. While nothing can be added, the reason is printed once, and old files end."""
-    from monarch_backend._telemetry import program_recording
     from monarch_backend._telemetry.reader import EventFilter
     from monarch_backend._telemetry.recording_history import HistoryWriteError
 
-    problem = ""
+    problem, not_read = "", set[str]()
     while True:
         try:
             history.delete_old()
-            added = history.append(program_recording.read(args.program, EventFilter(after=history.after)))
+            recording = there.recording(EventFilter(after=history.after))
+            added = history.append(recording)
         except (LookupError, HistoryWriteError) as error:
             if args.once:
                 raise
@@ -180,6 +184,10 @@ def _add(history: HistoryWriter, args: argparse.Namespace, ended: threading.Even
             problem = ""
             lost = f"; {added.overwritten} older events were overwritten" if added.overwritten else ""
             print(f"added {added.events} events{lost}", flush=True)
+            unread = {str(each) for each in recording.unread}
+            for each in sorted(unread - not_read):
+                fail("export", f"not read: {each}")
+            not_read = unread
         if args.once or ended.wait(args.interval):
             return
 

@@ -18,6 +18,7 @@ import pytest
 from monarch_backend._job import state_file
 from monarch_backend._job.base import Plan
 from monarch_backend._job.host_launcher import ARGUMENTS
+from monarch_backend._telemetry import sql
 from monarch_backend.job import Job, JobError, ProcessJob
 from tests.job.support import MARK, Where, gone, in_program, marked, new_mark, seen_by_ps
 from tests.support.waiting import wait_until
@@ -53,6 +54,36 @@ def names(path: Path) -> Any:
 
 def test_programs_find_their_meshes(applied: ProcessJob) -> None:
     assert in_program(names, applied.path) == [["trainers0", "trainers0"], ["dataloaders0", "dataloaders0"]]
+
+
+def keep(path: Path, folder: Path) -> str:
+    """Write a history of a job while a program runs on its hosts. Return what the command prints."""
+    state = Job.load(path).state()
+    for mesh in (state.trainers, state["dataloaders"]):
+        mesh.spawn_procs(name="kept").spawn("where", Where).host.call().get(30)
+    command = [sys.executable, "-m", "monarch_backend.cli", "export", "history"]
+    return subprocess.run(
+        [*command, str(_with_hosts_elsewhere(path, folder)), "-o", str(folder / "kept"), "--once"],
+        check=True, capture_output=True, text=True, timeout=60,
+    ).stdout  # fmt: skip
+
+
+def _with_hosts_elsewhere(path: Path, folder: Path) -> Path:
+    """Return a copy of a job's file whose hosts count as other machines."""
+    about = json.loads(path.read_text())
+    for host in about["hosts"]:
+        host["where"] = "127.0.0.1"
+    copy = folder / "elsewhere.json"
+    copy.touch(0o600)
+    copy.write_text(json.dumps(about))
+    return copy
+
+
+def test_history_has_the_processes_of_all_hosts(applied: ProcessJob, tmp_path: Path) -> None:
+    assert in_program(keep, applied.path, tmp_path).startswith("added ")
+    query = "select host, endpoint from messages join processes on pid = to_pid where endpoint = 'host' order by 1"
+    rows = sql.answer_from(query, str(tmp_path / "kept")).rows
+    assert rows == [("dataloaders[0] (127.0.0.1)", "host"), ("trainers[0] (127.0.0.1)", "host")]
 
 
 def asked(path: Path) -> Any:

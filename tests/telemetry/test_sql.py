@@ -33,6 +33,7 @@ from monarch_backend._telemetry.sql_filters import filter_of
 from monarch_backend._telemetry.sql_tables import COLUMNS
 from monarch_backend.cli import main
 from monarch_backend.telemetry import QueryError, QueryResult
+from tests.telemetry.recordings import recording_of
 from tests.telemetry.traced_program import traced_program
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
@@ -210,11 +211,28 @@ def test_writer_that_is_killed_leaves_whole_looks(recording: Recording, tmp_path
     assert sql.answer_from(query, str(tmp_path)).rows == sql.answer(query, recording).rows
 
 
-def test_history_of_a_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "job.json"
-    path.write_text("{}")
-    assert main(["export", "history", str(path), "-o", str(tmp_path / "kept")]) == 1
-    assert "is a job: run this on each of its hosts" in capsys.readouterr().err and not (tmp_path / "kept").exists()
+def test_history_has_the_hosts_of_a_job(tmp_path: Path) -> None:
+    def look(number: int, ahead_ns: int) -> Recording:
+        """Return what two hosts have recorded: the same pid and start on both clocks, and event ``number``."""
+        made = recording_of({"": [1]}, [])
+        for host in ("a[0] (gpu-1)", "b[0] (gpu-2)"):
+            there = recording_of({"": [1]}, [])
+            there.seen_from(host, ahead_ns)
+            made.add(there)
+        made.wall_offset_ns = time.time_ns()
+        for identity, process in enumerate(made.processes, 1):
+            process.recorded.identity = identity
+            process.recorded.events = [each._replace(number=number) for each in process.recorded.events]
+        return made
+
+    for number in (1, 2, 2):  # the clock of a host is measured anew at each look
+        with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+            assert set(writer.after.values()) <= {number, number - 1}
+            writer.append(look(number, 1000 * number))
+    with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+        assert writer.after == {(1, 0): 2}
+    hosts = sql.answer_from("select host, events, state from processes order by 1", str(tmp_path)).rows
+    assert hosts == [("", 2, "running"), ("a[0] (gpu-1)", 2, "running"), ("b[0] (gpu-2)", 2, "running")]
 
 
 def test_damaged_file_of_a_history_is_an_error_and_a_copy_is_left_alone(history: Path, tmp_path: Path) -> None:
