@@ -9,14 +9,15 @@ import contextlib
 import json
 import keyword
 import os
+import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from monarch_backend._core import env
 from monarch_backend._core.parallel import in_parallel
@@ -123,6 +124,9 @@ class Plan:
     @property
     def label(self) -> str:
         return f"{self.mesh}[{self.index}]{f' ({self.where})' if self.where else ''}"
+
+
+_J = TypeVar("_J", bound="Job")
 
 
 class Job:
@@ -304,8 +308,7 @@ class Job:
         job with other arguments, also because another program has resized it.
         """
         timeout = check_bounded(timeout)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"mesh {mesh!r}: {count!r} is not a number of hosts; give 1 or more")
+        check_host_count(mesh, count)
         before = [plan.mesh for plan in self._plans()]
         if mesh not in (names := list(dict.fromkeys(before))):
             raise ValueError(f"the job has no mesh {mesh!r}; it has {', '.join(names) or 'none'}")
@@ -575,6 +578,29 @@ def check_mesh_name(name: str) -> str:
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or hasattr(JobState, name):
         raise ValueError(f"{name!r} cannot be the name of a mesh, which is an attribute of state()")
     return name
+
+
+def check_host_count(mesh: str, count: int) -> int:
+    """Return ``count``. Raises ValueError where it is not a number of hosts of a mesh."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"mesh {mesh!r}: {count!r} is not a number of hosts; give 1 or more")
+    return count
+
+
+def with_meshes(cls: type[_J], description: Mapping[str, Any], add: Callable[[_J, str, Any], object]) -> _J:
+    """Return the job of a description whose meshes are added by ``add(job, name, what)``."""
+    job = cls(**{name: value for name, value in description.items() if name != "meshes"})
+    for mesh, what in description["meshes"].items():
+        add(job, mesh, what)
+    return job
+
+
+def check_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of environment variables. Raises ValueError for a name that a shell would not take."""
+    for name in variables:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ValueError(f"{name!r} is not a name of an environment variable")
+    return dict(variables)
 
 
 def _entry(plan: Plan, up: Up) -> HostEntry:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from monarch_backend._core.env import without_secrets
 from monarch_backend._core.parallel import in_parallel
 from monarch_backend._core.timeouts import check_timeout
-from monarch_backend._job.base import Job, Plan, check_mesh_name
+from monarch_backend._job.base import Job, Plan, check_host_count, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS
 from monarch_backend._job.state_file import HostEntry, JobFile
@@ -52,10 +52,7 @@ class ProcessJob(Job):
         env: Mapping[str, str] | None = None, secret_file: str | os.PathLike[str] | None = None, notice: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(name, path, secret_file)
-        for mesh, count in meshes.items():
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"mesh {mesh!r}: {count!r} is not a number of hosts; give 1 or more")
-        self._meshes = {check_mesh_name(mesh): count for mesh, count in meshes.items()}
+        self._meshes = {check_mesh_name(mesh): check_host_count(mesh, count) for mesh, count in meshes.items()}
         self._env = dict(env or {})
         self._notice = check_timeout(notice, "notice") or 0.0
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from monarch_backend._core.errors import first_line
-from monarch_backend._job.base import Plan, check_mesh_name
+from monarch_backend._job.base import Plan, check_host_count, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS, Launch
 from monarch_backend._job.scheduled import Replica, ScheduledJob
@@ -108,12 +108,9 @@ class RayJob(ScheduledJob):
         secret_file: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name, path, secret_file)
-        for mesh, count in meshes.items():
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"mesh {mesh!r}: {count!r} is not a number of hosts; give 1 or more")
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
-        self._meshes = {check_mesh_name(mesh): count for mesh, count in meshes.items()}
+        self._meshes = {check_mesh_name(mesh): check_host_count(mesh, count) for mesh, count in meshes.items()}
         self._resources = {"CPU": 1} if resources_per_host is None else dict(resources_per_host)
         for resource, amount in self._resources.items():
             if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not amount > 0:

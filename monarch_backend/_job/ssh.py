@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from monarch_backend._core.parallel import in_parallel
 from monarch_backend._core.timeouts import check_timeout
-from monarch_backend._job.base import Job, Plan, check_mesh_name
+from monarch_backend._job.base import Job, Plan, check_mesh_name, check_variables, with_meshes
 from monarch_backend._job.host_launcher import ARGUMENTS, REACHED
 from monarch_backend._job.state_file import HostEntry
 
@@ -75,10 +75,7 @@ class SSHJob(Job):
             raise ValueError("options is a list of words, not one text")
         self._user, self._port, self._options = user, port, list(options)
         self._identity = None if identity is None else os.path.abspath(os.path.expanduser(identity))
-        self._python, self._env = python or sys.executable, dict(env or {})
-        for variable in self._env:
-            if not re.fullmatch(r"[A-Za-z_]\w*", variable):
-                raise ValueError(f"{variable!r} is not a name of an environment variable")
+        self._python, self._env = python or sys.executable, check_variables(env or {})
         self._notice = check_timeout(notice, "notice") or 0.0
         self._meshes: dict[str, dict[str, Any]] = {}
 
@@ -169,9 +166,4 @@ class SSHJob(Job):
 
     @classmethod
     def _from_description(cls, description: dict[str, Any]) -> Job:
-        rest = dict(description)
-        meshes = rest.pop("meshes")
-        job = cls(**rest)
-        for mesh, what in meshes.items():
-            job.add_mesh(mesh, **what)
-        return job
+        return with_meshes(cls, description, lambda job, mesh, what: job.add_mesh(mesh, **what))

@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from monarch_backend._core.state import make_private
 from monarch_backend._core.timeouts import check_timeout
-from monarch_backend._job.base import Job, check_mesh_name
+from monarch_backend._job.base import Job, check_host_count, check_mesh_name, check_variables, with_meshes
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.scheduled import POLL_INTERVAL_S, NotRemovedError, Replica, ScheduledJob, log
 from monarch_backend._job.slurm import commands
@@ -96,10 +96,12 @@ class SlurmJob(ScheduledJob):
             "gpus_per_node": gpus_per_node, "cpus_per_node": cpus_per_node, "memory_per_node": memory_per_node,
             "exclusive": exclusive, "constraint": constraint, "options": _words(options),
         }  # fmt: skip
-        self._requeue, self._setup, self._env, self._python = requeue, setup, dict(env or {}), python or sys.executable
-        for variable in self._env:
-            if not re.fullmatch(r"[A-Za-z_]\w*", variable):
-                raise ValueError(f"{variable!r} is not a name of an environment variable")
+        self._requeue, self._setup, self._env, self._python = (
+            requeue,
+            setup,
+            check_variables(env or {}),
+            python or sys.executable,
+        )
         if not re.fullmatch(r"\S+:\d+", listen):
             raise ValueError(f"listen={listen!r}: give HOST:PORT, such as '{{node}}:0'")
         if in_allocation and any(self._resources.values()):
@@ -122,8 +124,7 @@ class SlurmJob(ScheduledJob):
         >>> from monarch_backend.job import SlurmJob
         >>> job = SlurmJob(time="1:00:00").add_mesh("trainers", 2, gpus_per_node=8).add_mesh("loaders", 1)
         """
-        if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
-            raise ValueError(f"mesh {name!r}: {hosts!r} is not a number of hosts; give 1 or more")
+        check_host_count(name, hosts)
         if name in self._meshes:
             raise ValueError(f"the job has a mesh {name!r} already")
         if unknown := ", ".join(set(resources) - set(_RESOURCES)):
@@ -157,12 +158,9 @@ class SlurmJob(ScheduledJob):
 
     @classmethod
     def _from_description(cls, description: dict[str, Any]) -> Job:
-        rest = dict(description)
-        meshes = rest.pop("meshes")
-        job = cls(**rest)
-        for mesh, what in meshes.items():
-            job.add_mesh(mesh, what["hosts"], **what["resources"])
-        return job
+        return with_meshes(
+            cls, description, lambda job, mesh, what: job.add_mesh(mesh, what["hosts"], **what["resources"])
+        )
 
     def _groups(self) -> list[tuple[dict[str, Any], dict[str, int]]]:
         """Return the components of the job: the resources of each, and its meshes with their numbers of hosts."""
