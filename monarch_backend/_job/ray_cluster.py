@@ -13,14 +13,15 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from monarch_backend._core.errors import first_line
+from monarch_backend._core.limits import within
 from monarch_backend._job.base import Plan, check_host_count, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS, Launch
-from monarch_backend._job.scheduled import Replica, ScheduledJob
+from monarch_backend._job.scheduled import NotRemovedError, Replica, ScheduledJob
 from monarch_backend._job.state_file import JobFile
 
 NAMESPACE = "monarch_backend"
@@ -30,6 +31,10 @@ ANSWER_TIMEOUT_S = 2.0
 """Seconds for the actors of running hosts to tell their addresses."""
 HOST_START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 10.0
+CLUSTER_TIMEOUT_S = 15.0
+"""Seconds for Ray's GCS to answer. Ray ends a program that does not reach the GCS for 60 seconds."""
+
+_T = TypeVar("_T")
 
 
 class HostInfo(NamedTuple):
@@ -52,6 +57,7 @@ class RayHost:
         node = ray.util.get_node_ip_address()
         command = [sys.executable, "-m", "monarch_backend.cli", *ARGUMENTS, "--address", f"{node}:0"]
         self._launch: Launch | None = None
+        self._is_ending = False
         try:
             self._launch = Launch(label, command, bytes.fromhex(secret))
             up = self._launch.ready(time.monotonic() + HOST_START_TIMEOUT_S)
@@ -64,6 +70,8 @@ class RayHost:
     def _end_with_host(self) -> None:
         assert self._launch is not None
         code = self._launch.wait()
+        if self._is_ending:
+            return
         print(f"monarch_backend: the host has ended (exit {code})", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -74,9 +82,13 @@ class RayHost:
         return self._info
 
     def end(self) -> None:
-        """End the host, and the actor's process with it."""
+        """End the host, and the actor with it. Ray does not start an actor again that exits by this call."""
+        import ray
+
+        self._is_ending = True
         if self._launch is not None:
             self._launch.give_up()
+        ray.actor.exit_actor()
 
 
 class RayJob(ScheduledJob):
@@ -147,25 +159,51 @@ class RayJob(ScheduledJob):
                 raise JobError(f"no Ray cluster at {self._address!r}: {first_line(error)}") from error
         return ray
 
-    def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:
-        ray = self._ray()
+    def _within(self, seconds: float, call: Callable[[], _T]) -> _T:
+        """Return ``call()``, which asks Ray. Its many errors, and its silence while its GCS is down, are a JobError."""
         try:
-            group = ray.util.placement_group(
-                [dict(self._resources)] * len(self._plans()), self._strategy, name=_group_name(file),
-                lifetime=self._lifetime,
-            )  # fmt: skip
-            # Ray warns that an actor ends with its placement group, which is intended here.
-            with _without_warnings("ray.actor"):
-                for bundle, plan in enumerate(self._plans()):
-                    actor_class = self._actor_class(ray, _actor_name(file, plan), group, bundle)
-                    actor = actor_class.remote(plan.label, secret.hex())
-                    if self._tether:
-                        _tethered.append(actor)
+            return within(seconds, call, thread_name="monarch-ray")
+        except JobError:
+            raise
         except Exception as error:
-            with contextlib.suppress(Exception):
+            raise JobError(
+                f"the Ray cluster at {self._address!r} cannot be asked about job {self.name!r}: {first_line(error)}. "
+                "Is its head node up (ray status)? Ray ends a program that does not reach it for a minute. If the "
+                f"cluster is gone, so are the hosts: remove {self.path}"
+            ) from error
+
+    def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:
+        ray, is_given_up = self._ray(), threading.Event()
+        try:
+            self._within(CLUSTER_TIMEOUT_S, lambda: self._start_actors(ray, file, secret, is_given_up))
+        except BaseException as error:
+            is_given_up.set()
+            try:
                 self._remove(file)
-            raise JobError(f"Ray refuses job {self.name!r}: {first_line(error)}") from error
+            except JobError as left:
+                raise NotRemovedError(
+                    f"job {self.name!r} may be submitted in part: end it with kill() ({first_line(error)}; {left})"
+                ) from error
+            if isinstance(error, JobError):
+                raise JobError(f"Ray refuses job {self.name!r}: {first_line(error.__cause__ or error)}") from error
+            raise
         return {"placement_group": _group_name(file)}
+
+    def _start_actors(self, ray: Any, file: JobFile, secret: bytes, is_given_up: threading.Event) -> None:
+        group = ray.util.placement_group(
+            [dict(self._resources)] * len(self._plans()), self._strategy, name=_group_name(file),
+            lifetime=self._lifetime,
+        )  # fmt: skip
+        # Ray warns that an actor ends with its placement group, which is intended here.
+        with _without_warnings("ray.actor"):
+            for bundle, plan in enumerate(self._plans()):
+                if is_given_up.is_set():  # Ray has answered too late
+                    ray.util.remove_placement_group(group)
+                    return
+                actor_class = self._actor_class(ray, _actor_name(file, plan), group, bundle)
+                actor = actor_class.remote(plan.label, secret.hex())
+                if self._tether:
+                    _tethered.append(actor)
 
     @property
     def _lifetime(self) -> str | None:
@@ -185,6 +223,9 @@ class RayJob(ScheduledJob):
 
     def _find(self, file: JobFile) -> Sequence[Replica]:
         ray = self._ray()
+        return self._within(CLUSTER_TIMEOUT_S, lambda: self._replicas(ray, file))
+
+    def _replicas(self, ray: Any, file: JobFile) -> Sequence[Replica]:
         group = _group(ray, file)
         if group is None:
             return [
@@ -218,6 +259,9 @@ class RayJob(ScheduledJob):
 
     def _remove(self, file: JobFile) -> None:
         ray = self._ray()
+        self._within(CLUSTER_TIMEOUT_S + 2 * END_TIMEOUT_S, lambda: self._end_actors(ray, file))
+
+    def _end_actors(self, ray: Any, file: JobFile) -> None:
         actors = [actor for _, actor in self._actors(ray, file) if actor is not None]
         ends = [each.end.remote() for each in actors]
         if ends:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from monarch_backend._job import ray_cluster as ray_cluster_module
 from monarch_backend.actor import Actor, current_rank, endpoint
 from monarch_backend.job import Job, JobError, RayJob
 from tests.clients.programs import needs
@@ -183,6 +184,25 @@ def test_killed_host_gets_a_new_incarnation(job: Callable[..., RayJob]) -> None:
     assert in_program(program, timeout=120) == [0]
 
 
+def test_ended_host_is_not_started_again(job: Callable[..., RayJob]) -> None:
+    def program() -> str:
+        import ray
+
+        mine = job({"trainers": 1})
+        mine.apply()
+        file = mine._read()
+        assert file is not None
+        [(_, actor)] = mine._actors(ray, file)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(actor.end.remote(), timeout=60)
+        wait_until(lambda: mine.status()[0].state == "gone", 30)
+        state = str(mine.status()[0])
+        mine.kill()
+        return state
+
+    assert in_program(program, timeout=120) == "trainers[0]: gone (its Ray actor has ended)"
+
+
 def test_host_of_a_lost_node_starts_on_a_new_node(job: Callable[..., RayJob], ray_cluster: RayCluster) -> None:
     mine = job({"trainers": 3})
 
@@ -215,6 +235,33 @@ sys.stdin.read()
         assert len(daemons() - before) == 2
         process.kill()
     wait_until(lambda: daemons() == before)
+
+
+def test_cluster_whose_gcs_is_down_is_an_error_with_its_cure(
+    tmp_path: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster_module, "CLUSTER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(ray_cluster_module, "END_TIMEOUT_S", 1.0)
+    cluster = RayCluster()  # another one, which is not used again
+
+    def program() -> list[str]:
+        mine = RayJob({"trainers": 1}, address=cluster.address, path=tmp_path / "job.json")
+        mine.apply(wait=False)
+        [gcs] = [each for each in psutil.Process(cluster.process.pid).children() if each.name() == "gcs_server"]
+        gcs.kill()
+        errors = []
+        for use in (mine.status, mine.kill):
+            with pytest.raises(JobError) as caught:
+                use()
+            errors.append(str(caught.value))
+        return errors
+
+    try:
+        for error in in_program(program):
+            assert "cannot be asked about job 'job'" in error
+            assert "Is its head node up (ray status)?" in error
+    finally:
+        cluster.close()
 
 
 @pytest.mark.parametrize(

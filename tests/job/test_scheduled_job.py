@@ -280,6 +280,43 @@ def test_refused_resize_keeps_the_description(job: MemoryJob, monkeypatch: pytes
     job.apply()
 
 
+def test_error_of_ray_is_an_error_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = RayJob({"trainers": 2}, path=tmp_path / "job.json")
+    monkeypatch.setattr(RayJob, "_ray", lambda _: None)
+    monkeypatch.setattr(RayJob, "_start_actors", lambda *_: None)
+    job.apply(wait=False)
+
+    def lose(*_: Any) -> None:
+        raise LookupError("RpcError: failed to connect to all addresses\nand its details")
+
+    monkeypatch.setattr(RayJob, "_replicas", lose)
+    monkeypatch.setattr(RayJob, "_end_actors", lose)
+    for use in (job.status, job.kill):
+        with pytest.raises(
+            JobError, match=r"RpcError: failed to connect .*\. Is its head node up .*: remove .*job\.json"
+        ):
+            use()
+    assert job.active
+
+
+def test_submission_to_ray_that_is_not_removed_stays_for_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = RayJob({"trainers": 2}, path=tmp_path / "job.json")
+    monkeypatch.setattr(RayJob, "_ray", lambda _: None)
+
+    def lose(*_: Any) -> None:
+        raise TimeoutError("GCS")
+
+    monkeypatch.setattr(RayJob, "_start_actors", lose)
+    monkeypatch.setattr(RayJob, "_end_actors", lose)
+    with pytest.raises(JobError, match=r"may be submitted in part: end it with kill\(\)"):
+        job.apply(wait=False)
+    assert job.active
+    monkeypatch.setattr(RayJob, "_end_actors", lambda *_: None)
+    with pytest.raises(JobError, match="Ray refuses job 'job': GCS"):
+        job.apply(wait=False)
+    assert not job.active
+
+
 def test_ray_job_is_resized_only_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = RayJob({"trainers": 2}, path=tmp_path / "job.json")
     job.resize("trainers", 3)
