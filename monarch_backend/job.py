@@ -15,6 +15,7 @@ from monarch_backend._job.kubernetes.job import KubernetesJob
 from monarch_backend._job.local import LocalJob
 from monarch_backend._job.process import ProcessJob
 from monarch_backend._job.ray_cluster import RayJob
+from monarch_backend._job.rendering import skypilot_task, torchx_app
 from monarch_backend._job.slurm.job import SlurmJob
 from monarch_backend._job.spmd import SPMDJob, host_mesh_from_env
 from monarch_backend._job.ssh import SSHJob
@@ -32,4 +33,6 @@ __all__ = [
     "SSHJob",
     "SlurmJob",
     "host_mesh_from_env",
+    "skypilot_task",
+    "torchx_app",
 ]

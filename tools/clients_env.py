@@ -26,8 +26,10 @@ CLIENTS = {
     "models": ["transformers", "peft"],
     "ray": ["ray[train]"],
     "ray_job": ["ray"],
+    "skypilot": ["skypilot"],
     "torchmetrics": ["torchmetrics"],
     "torchtitan": ["torchtitan", "triton"],  # its models import triton
+    "torchx": ["torchx"],
     "transformers": ["transformers", "accelerate"],
 }
 """What pip installs for each client."""
