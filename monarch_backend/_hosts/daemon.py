@@ -95,7 +95,8 @@ class Daemon:
                 self._last_agent_end += first - seconds
             attached, left = bool(self._agents), self._last_agent_end + seconds - time.monotonic()
         if attached or left > 0:
-            self._tcp.later(seconds if attached else left, lambda: self.end_without_controller(seconds))
+            # A controller may come and go before ``left`` is over.
+            self._tcp.later(seconds if attached else min(left, seconds), lambda: self.end_without_controller(seconds))
             return
         log.warning("this host ends: no controller has been attached for %g s", seconds)
         self.is_without_controller = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,16 +172,22 @@ def test_host_that_ends_by_its_tether_has_another_exit_code(words: list[str], co
 
 
 def test_first_controller_is_waited_for_longer() -> None:
-    def seconds_of_waits(_rank: int, _address: str) -> list[float]:
-        waits: list[float] = []
+    def ends(_rank: int, _address: str) -> list[bool]:
+        ended, checked = threading.Event(), threading.Semaphore(0)
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(daemon.os, "kill", lambda *_: ended.set())
             host = daemon.Daemon(new_secret())
-            patch.setattr(host._tcp, "later", lambda seconds, _: waits.append(seconds))
-            host.end_without_controller(60, 600)
+            later = host._tcp.later
+            patch.setattr(host._tcp, "later", lambda *call: (checked.release(), later(*call)))
+            host._tcp.start()
+            host.end_without_controller(0.01, 600)
+            for _ in range(5):  # more than its tether
+                checked.acquire()
+            result = [ended.is_set()]
             host._agents[1] = "0" * 32
             host._event(Exited(1, 0, 0))
-            host.end_without_controller(60)
-        return waits
+            result.append(ended.wait(10))
+            host._tcp.close()
+        return result
 
-    [[first, next_one]] = run_ranks(seconds_of_waits, 1, backend=None)
-    assert 590 < first <= 600 and 50 < next_one <= 60
+    assert run_ranks(ends, 1, backend=None) == [[False, True]]

@@ -91,6 +91,7 @@ class Cluster:
                 words += ["--controllers=*,-nodeipam,-route,-service,-cloud-node-lifecycle"]
                 words += ["--node-monitor-period=1s", "--node-monitor-grace-period=6s"]
                 words += [f"--service-account-private-key-file={self.folder / 'pki/sa.key'}"]
+                words += ["--feature-gates=TTLAfterFinished=true"]  # on by default since 1.21
             self._run(name, f"{_programs()}/{name}", *words)
         self._start_kubelet(nodes)
 
@@ -148,6 +149,7 @@ class Cluster:
             "--service-cluster-ip-range=198.18.128.0/24", "--allow-privileged=true",
             "--kubelet-preferred-address-types=InternalIP", "--disable-admission-plugins=ServiceAccount",
             "--default-not-ready-toleration-seconds=3", "--default-unreachable-toleration-seconds=3",
+            "--feature-gates=TTLAfterFinished=true",
         )  # fmt: skip
         self.until(lambda: self.ask("GET", "/api/v1/namespaces/default"), "the API server to answer")
 
@@ -236,8 +238,13 @@ class Cluster:
     def objects(self, namespace: str) -> list[str]:
         """Return kinds and names of what is in a namespace, without the objects that Kubernetes makes in each."""
         found = []
-        for group in ("api/v1", "apis/apps/v1"):
-            for kind in ("pods", "services", "secrets", "configmaps") if group == "api/v1" else ("statefulsets",):
+        kinds = {
+            "api/v1": ("pods", "services", "secrets", "configmaps"),
+            "apis/apps/v1": ("statefulsets",),
+            "apis/batch/v1": ("jobs",),
+        }
+        for group, names in kinds.items():
+            for kind in names:
                 for each in self.ask("GET", f"/{group}/namespaces/{namespace}/{kind}")["items"]:
                     name = each["metadata"]["name"]
                     if each.get("type") != "kubernetes.io/service-account-token" and name != "kube-root-ca.crt":

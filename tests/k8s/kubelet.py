@@ -285,6 +285,10 @@ class Kubelet:
                 elif time.monotonic() > deadline:
                     pod.end(signal.SIGKILL)
                 return
+            if pod is not None and pod.process is not None and not self._restarts_always(pod):
+                # A newer Job takes a deleted pod that has succeeded as done.
+                pod.ended_at, pod.exit_code, pod.is_ready = time.monotonic(), pod.process.returncode, False
+                self._report(pod)
             self._drop(uid)
             options = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
             self.api("DELETE", f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}", options)

@@ -283,6 +283,22 @@ def test_pod_with_notice_works_on_after_its_deletion_until_the_job_ends(place: P
     assert seconds < 30  # kill() does not wait for the notice
 
 
+def replace_a_pod_of_a_job(kubeconfig: str, folder: Path, server: str, namespace: str) -> list[list[str]]:
+    # This release of Kubernetes has no indexed Jobs, so the only pod has its index from here.
+    index = {"batch.kubernetes.io/job-completion-index": "0"}
+    job = job_of(kubeconfig, folder, controller="job").add_mesh("trainers", 1, image=IMAGE, labels=index)
+    with ended(job):
+        job.apply(READY_S)
+        before = names_of_hosts(job.state().trainers)
+        delete_pod(Api(server, ADMIN), namespace, before[0])
+        return [before, names_of_hosts(job.state(READY_S).trainers)]
+
+
+def test_deleted_pod_of_a_job_is_replaced(place: Place) -> None:
+    before, after = place.run(replace_a_pod_of_a_job, place.kube.server, place.namespace)
+    assert before != after and len(after) == 1
+
+
 def use_in_cluster(_: str, folder: Path, server: str, token: str, certificate: str) -> list[Any]:
     secrets = enter_pod_files(folder)
     for name, text in (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from monarch_backend.cli import main
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, JobError, KubernetesJob
 from tests.job.support import Where
+from tests.k8s.cluster import INSIDE, OUTSIDE
 from tests.k8s.conftest import Place
 
 pytestmark = [pytest.mark.slow, pytest.mark.k8s]
@@ -144,6 +148,57 @@ def test_two_jobs_in_a_namespace_are_independent_and_strangers_are_refused(place
     assert found["states"] == ["trainers[0]: up"]
     [refusal] = found["refusals"]
     assert "secret" in refusal
+
+
+DIES = """
+import os, signal, sys
+from monarch_backend.job import KubernetesJob
+job = KubernetesJob(name="tethered", path=sys.argv[1], kubeconfig=sys.argv[2], controller="job", tether=3)
+# This release of Kubernetes has no indexed Jobs, so the only pod has its index from here.
+job.add_mesh("trainers", 1, image=sys.argv[3], labels={"batch.kubernetes.io/job-completion-index": "0"})
+job.apply(float(sys.argv[4]))
+job.state().trainers.spawn_procs({"gpus": 1}).initialized.get(60)
+print(job.status()[0], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def die(kubeconfig: str, folder: Path) -> tuple[str, int]:
+    words = [sys.executable, "-c", DIES, str(folder / "tethered.json"), kubeconfig, IMAGE, str(READY_S)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=READY_S, check=False)
+    return done.stdout + done.stderr, done.returncode
+
+
+def states_of_tethered(_: str, folder: Path) -> list[str]:
+    job = Job.load(folder / "tethered.json")
+    states = [str(each) for each in job.status()]
+    job.kill()
+    return states
+
+
+def test_tethered_job_and_its_objects_end_after_a_killed_program(place: Place) -> None:
+    said, code = place.run(die)
+    assert (said, code) == ("trainers[0]: up\n", -signal.SIGKILL)
+    place.kube.until(lambda: place.kube.objects(place.namespace) == [], "all objects of the job to be deleted")
+    [state] = place.run(states_of_tethered)
+    assert state.startswith("trainers[0]: pending (Job tethered-") and state.endswith(" was deleted)")
+
+
+def run_in_pod(kubeconfig: str, folder: Path) -> list[Any]:
+    with ended(job_of(kubeconfig, folder).add_mesh("trainers", 1, image=IMAGE)) as job:
+        job.apply(READY_S)
+        words = [sys.executable, "-m", "monarch_backend.cli", "k8s", "shell", str(job.path), "trainers[0]"]
+        script = "hostname; echo error >&2; exit 7"
+        done = subprocess.run(
+            [*words, "--", "sh", "-c", script], capture_output=True, text=True, check=False, timeout=60
+        )
+        return [done.returncode, done.stdout, done.stderr, job.status()[0].log]
+
+
+@pytest.mark.parametrize("host", [INSIDE, OUTSIDE])
+def test_command_runs_in_the_pod(place: Place, host: int) -> None:
+    code, out, error, log = place.run(run_in_pod, host=host)
+    assert (code, error) == (7, "error\n") and log.startswith(f"pod {out.strip()} on node ")
 
 
 def command(*words: str) -> tuple[int, str, str]:
