@@ -30,6 +30,11 @@ def places_of(size: int) -> int:
     return 1 + size // tuning.BYTES_PER_CREDIT
 
 
+def credit_of(frame: Frame) -> int:
+    """Return the credits that a received message holds until it leaves its queue."""
+    return places_of(size_of(frame.body, frame.buffers))
+
+
 class FlowControl:
     """Credits of the messages to and from each peer. The counts themselves are fields of `Peer`."""
 
@@ -78,6 +83,7 @@ class FlowControl:
     def _waiter_of(self, peer: Peer) -> CreditWaiter:
         """Return the one object on which all threads wait for this peer: of several, only the last would be woken."""
         new = CreditWaiter()
+        new.receiver = peer
         with self._router.lock:
             # No call in between: a signal handler may send to this peer, too.
             credit_waiter = peer.credit_waiter = peer.credit_waiter or new
@@ -97,16 +103,25 @@ class FlowControl:
             self.refill(peer, places)
             return
         peer.done += places
-        if peer.done >= tuning.CREDIT_WINDOW // 16:  # often enough that nearly the whole window can be used
-            with self._router.lock:
-                count, peer.done = peer.done, 0
-                if count and peer.gone is None and self._router.reach(peer):
-                    self._router.links.send(peer.link, Kind.CREDIT, count, 0, 0, 0, peer.epoch, b"", b"", None)
+        if (
+            peer.done - peer.returned >= tuning.CREDIT_WINDOW // 16
+        ):  # often enough that nearly the whole window can be used
+            self.return_credit(peer)
+
+    def return_credit(self, peer: Peer) -> None:
+        """Return the credit of processed messages that was kept back."""
+        with self._router.lock:
+            done = peer.done  # another thread may add to it meanwhile, so it is not set back
+            count, peer.returned = done - peer.returned, done
+            if count and peer.gone is None and self._router.reach(peer):
+                self._router.links.send(peer.link, Kind.CREDIT, count, 0, 0, 0, peer.epoch, b"", b"", None)
 
     def refill(self, peer: Peer, count: int) -> None:
         with self._router.lock:  # other threads take credit meanwhile
             peer.credit += count
-        self.release(peer)
+            has_credit = peer.credit > 0
+        if has_credit:  # a large message can have taken more credit than there was
+            self.release(peer)
 
     def release(self, peer: Peer) -> None:
         with self._router.lock:

@@ -42,6 +42,7 @@ class PeerGoneError(MonarchError, ConnectionError):
 class CreditWaiter:
     ready: bool = False
     wait_lock: threading.Lock | None = None
+    receiver: Peer | None = None  # returns the credit; None in a wait for something else
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -57,7 +58,8 @@ class Peer:
     label: str | Callable[[], str] = ""  # for messages: "gpus 3 of trainers"
     sent: int = 0  # the last sequence number
     received: int = 0  # the last sequence number that was delivered
-    done: int = 0  # credit of processed messages, not returned yet
+    done: int = 0  # credit of all processed messages
+    returned: int = 0  # of it, credit that was returned
     held: dict[int, tuple[Frame, ReplyAggregator | None]] = field(default_factory=dict)
     backlog: deque[Callable[[], None]] = field(default_factory=deque)
     asked_by: list[Peer] = field(default_factory=list)  # waiting for a LookupReply about it
