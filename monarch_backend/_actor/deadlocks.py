@@ -1,15 +1,23 @@
-"""Detection of deadlocks: actors that handle one message at a time and wait for each other's replies.
+"""Detection of deadlocks: actors that handle one message at a time and wait for each other.
 
 A wait that lasts sends a probe to the process of the called actor. If that actor waits, too, it forwards the probe to
 the actor that it waits for. A probe that returns to its sender has found a cycle (Chandy, Misra and Haas 1983). No
 process keeps the whole graph, and it works over hosts. An edge is certain or does not count:
 
-- The waiting thread is the actor's own. It waits for a call, without any limit of time.
-- The call is queued at the actor or is its running message, and nothing else can send the reply.
+- The waiting thread is the actor's own. It waits without any limit of time, for one of these:
+- The reply of a call. The call is queued at the actor or is its running message, and nothing else can send the reply.
+- The next value of the only generator that has not ended. All values that the generator has sent have arrived.
+- Credit for a message to a process. One waiting actor there has a whole window of credits in its queue, in messages
+  from this process that nothing but this actor takes from the queue. Members of the cycle in that process count, too.
 
-An actor that waits cannot reply, so an edge outlives the next one. So all edges hold when the probe returns. Only the
-cancellation of a call can end the cycle after that. Then two more messages go around the cycle. The first one makes
-every member ignore replies, so that none continues with the error of another. The second one raises `DeadlockError`.
+An actor that waits cannot reply, send a value or take a message. So an edge outlives the next one, and all edges hold
+when the probe returns. For credit, this needs the order of messages: the probe arrives after all messages that were
+sent before it. So the window of credits was missing when the probe was sent, and is missing until the actor continues.
+Credit on its way to the sender cannot be in that queue, so it needs no check.
+
+Only the cancellation of a call can end the cycle after that. Then two more messages go around the cycle. The first one
+makes every member ignore what it waits for, so that none continues with the error of another. The second one raises
+`DeadlockError`.
 """
 
 from __future__ import annotations
@@ -17,17 +25,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.calls.codec import HOST, read_prefix
-from monarch_backend._actor.calls.pending_calls import BroadcastCall, UnaryCall
+from monarch_backend._actor.calls.pending_calls import BroadcastCall, Stream, UnaryCall
 from monarch_backend._actor.errors import DeadlockError
 from monarch_backend._actor.execution.interruption import CONSTRUCTOR
 from monarch_backend._core import env
-from monarch_backend._transport.local.event_loop import ProgressLoop, Timer
+from monarch_backend._transport.local import tuning
+from monarch_backend._transport.local.event_loop import ProgressLoop, Timer, release
+from monarch_backend._transport.local.flow_control import credit_of
 from monarch_backend._transport.local.frames import Deadlock, DeadlockMember, DeadlockStep, Frame
-from monarch_backend._transport.local.peer import Peer
+from monarch_backend._transport.local.peer import CreditWaiter, Peer
 
 if TYPE_CHECKING:
     from monarch_backend._actor.execution.runner import ActorRunner
@@ -48,20 +58,141 @@ RAISE_AFTER_S = 10.0
 _MAX_NAME = 200
 
 
+_ANY_ACTOR = 0
+
+
 class _Wait:
     """Wait of an actor for the replies of a call."""
 
-    __slots__ = ("call", "forwarded", "pause", "runner", "timer")
+    __slots__ = ("actor", "forwarded", "pause", "ref", "runner", "timer", "waits_for", "what")
 
-    def __init__(self, runner: ActorRunner, call: UnaryCall[Any] | BroadcastCall[Any]) -> None:
-        self.runner, self.call = runner, call
+    def __init__(self, runner: ActorRunner, what: Any) -> None:
+        self.runner, self.what = runner, what
         self.pause = FIRST_PROBE_S
         self.timer: Timer | None = None
         self.forwarded: dict[tuple[str, int], int] = {}  # number of the last probe of each sender
+        self._describe()
 
-    def missing(self) -> list[Peer]:
-        """Return the processes that have not replied."""
-        return [peer for _, peer in self.call.missing()]
+    def _describe(self) -> None:
+        call = self.what
+        self.actor, self.ref = call.core.actor, call.ref
+        self.waits_for = f"{call.core.name}.{call.endpoint}"[:_MAX_NAME]
+
+    def receivers(self) -> list[Peer]:
+        """Return the processes that each must do something before the wait can end."""
+        return [peer for _, peer in self.what.missing()]
+
+    def received(self) -> int:
+        """Return the number of values of a generator that have arrived."""
+        return 0
+
+    def counts_calls(self) -> bool:
+        """Return `Deadlock.counts_calls`."""
+        return False
+
+    def until(self, given_up: Callable[[], bool] | None) -> Callable[[], bool] | None:
+        """Return the condition that ends the wait early."""
+        return given_up
+
+    def claim(self) -> bool:
+        """Ignore from now on what would end the wait. Return False if it has just ended."""
+        return self.runner.program.pending.pop(self.ref, None) is not None
+
+    def fail(self, error: DeadlockError) -> None:
+        """End a claimed wait with this error."""
+        self.what._fail(error)
+
+    def end(self) -> None:
+        """Note that the wait has ended."""
+
+    def settle(self, given_up: Callable[[], bool] | None) -> None:
+        """Raise the error of a claimed wait, unless what was waited for raises it. Called after the wait."""
+
+
+class _StreamWait(_Wait):
+    """Wait of an actor for the next value or reply of a stream."""
+
+    __slots__ = ()
+
+    def receivers(self) -> list[Peer]:
+        last = self.what.last_sender()
+        return [] if last is None else [last[0]]
+
+    def received(self) -> int:
+        last = self.what.last_sender()
+        return 0 if last is None else int(last[1])
+
+    def fail(self, error: DeadlockError) -> None:
+        for rank in sorted(self.what._open):
+            self.what.refuse(rank, error)
+
+
+class _CreditWait(_Wait):
+    """Wait of an actor for credit, in the middle of sending a message."""
+
+    __slots__ = ("_is_claimed", "_is_over", "_lock", "error", "ready", "wait_lock")
+
+    def _describe(self) -> None:
+        self.actor, self.ref, self.waits_for = _ANY_ACTOR, next(self.runner.program.ids), ""
+        self.ready = False
+        self.wait_lock: threading.Lock | None = None
+        self.error: DeadlockError | None = None
+        self._lock = threading.Lock()
+        self._is_claimed = self._is_over = False
+
+    def receivers(self) -> list[Peer]:
+        return [self.what.receiver]
+
+    def counts_calls(self) -> bool:
+        """Return whether nothing but a thread that the actor itself has started can cancel a call to the receiver.
+
+        Such a call may hold credit. Its cancellation removes it from the queue, and returns the credit.
+        """
+        runner, runtime, receiver = self.runner, self.runner.program, self.what.receiver
+        if runtime.root is None:  # the main program's code
+            return False
+        if any(other is not runner and other.failure is None for other in list(runtime.runners.values())):
+            return False
+        for call in list(runtime.pending.values()):
+            if not isinstance(call, (UnaryCall, BroadcastCall)):  # the garbage collector cancels a stream
+                return False
+            if getattr(call, "has_limit", False) and any(peer is receiver for _, peer in call.missing()):
+                return False
+        return True
+
+    def until(self, given_up: Callable[[], bool] | None) -> Callable[[], bool] | None:
+        return lambda: self.error is not None or (given_up is not None and given_up())
+
+    def claim(self) -> bool:
+        with self._lock:
+            self._is_claimed = not (self._is_over or self.what.ready)
+            return self._is_claimed
+
+    def fail(self, error: DeadlockError) -> None:
+        self.error = error
+        self.ready = True
+        release(self)
+        release(self.what)  # other threads that wait for this credit look, and wait again
+
+    def end(self) -> None:
+        with self._lock:
+            self._is_over = True
+
+    def settle(self, given_up: Callable[[], bool] | None) -> None:
+        if self._is_claimed and self.error is None:  # credit has come since
+            self.runner.program.progress.wait(self, None, given_up)
+        if self.error is not None:
+            raise self.error
+
+
+class _Claim:
+    """Claim on a wait that is to raise, and the calls of former members to drop then."""
+
+    __slots__ = ("calls", "wait")
+
+    def __init__(self, wait: _Wait) -> None:
+        self.wait = wait
+        self.calls: list[tuple[Peer, int]] = []
 
 
 class DeadlockDetector:
@@ -70,37 +201,51 @@ class DeadlockDetector:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._waits: dict[int, _Wait] = {}  # by the actor's number
-        self._claimed: dict[tuple[int, int], tuple[_Wait, list[Peer]]] = {}  # by the numbers of actor and wait
+        self._claimed: dict[tuple[int, int], _Claim] = {}  # by the numbers of actor and wait
         self._probes = itertools.count(1)
-        self._is_on = bool(env.get("MONARCH_DEADLOCK_DETECTION")) and isinstance(runtime.progress, ProgressLoop)
+        self.is_on = bool(env.get("MONARCH_DEADLOCK_DETECTION")) and isinstance(runtime.progress, ProgressLoop)
 
     # ---- on the thread that waits
 
     @contextlib.contextmanager
-    def watched(self, what: Any, seconds: float | None, runner: ActorRunner | None) -> Iterator[None]:
-        """Probe while an actor waits, unless the wait is no certain edge. The call raises the error itself."""
-        if not self._counts(what, seconds, runner):
-            yield
+    def watched(
+        self, what: Any, seconds: float | None, runner: ActorRunner | None, given_up: Callable[[], bool] | None
+    ) -> Iterator[Callable[[], bool] | None]:
+        """Probe while an actor waits, unless the wait is no certain edge. Give the condition that ends it early.
+
+        A wait for credit raises DeadlockError here. A call or stream raises it itself.
+        """
+        wait = self._wait_for(what, seconds, runner)
+        if wait is None:
+            yield given_up
             return
-        assert runner is not None
-        wait = self._waits[runner.actor] = _Wait(runner, what)
+        actor = wait.runner.actor
+        self._waits[actor] = wait
         wait.timer = self._runtime.progress.later(wait.pause, lambda: self._probe(wait))
         try:
-            yield
+            yield wait.until(given_up)
         finally:
-            if self._waits.get(runner.actor) is wait:
-                del self._waits[runner.actor]
+            if self._waits.get(actor) is wait:
+                del self._waits[actor]
             wait.timer.cancel()
+            wait.end()
+        wait.settle(given_up)
 
-    def _counts(self, what: Any, seconds: float | None, runner: ActorRunner | None) -> bool:
-        if not self._is_on or runner is None or seconds is not None or not _is_own(runner):
-            return False
-        return isinstance(what, (UnaryCall, BroadcastCall)) and not getattr(what, "has_limit", False)
+    def _wait_for(self, what: Any, seconds: float | None, runner: ActorRunner | None) -> _Wait | None:
+        if not self.is_on or runner is None or seconds is not None or not _is_own(runner):
+            return None
+        if isinstance(what, CreditWaiter):
+            return None if what.receiver is None else _CreditWait(runner, what)
+        if getattr(what, "has_limit", False):
+            return None
+        if isinstance(what, (UnaryCall, BroadcastCall)):
+            return _Wait(runner, what)
+        return _StreamWait(runner, what) if isinstance(what, Stream) else None
 
     # ---- probes
 
     def _probe(self, wait: _Wait) -> None:
-        if self._waits.get(wait.runner.actor) is not wait or wait.call.ready:
+        if self._waits.get(wait.runner.actor) is not wait or wait.what.ready:
             return
         wait.pause = min(2 * wait.pause, MAX_PROBE_INTERVAL_S)
         wait.timer = self._runtime.progress.later(wait.pause, lambda: self._probe(wait))
@@ -110,8 +255,10 @@ class DeadlockDetector:
         member = self._member(wait)
         if member is None or len(members) >= MAX_MEMBERS:
             return
-        message = Deadlock(DeadlockStep.PROBE, number, wait.call.core.actor, wait.call.ref, [*members, member])
-        for peer in wait.missing():
+        message = Deadlock(
+            DeadlockStep.PROBE, number, wait.actor, wait.ref, [*members, member], wait.received(), wait.counts_calls()
+        )
+        for peer in wait.receivers():
             self._runtime.router.tell(peer, message)
 
     def receive(self, peer: Peer, message: Deadlock, _: Frame) -> None:
@@ -124,13 +271,13 @@ class DeadlockDetector:
             self._raise(message)
 
     def _receive_probe(self, peer: Peer, probe: Deadlock) -> None:
-        wait = self._blocked(peer, probe.actor, probe.ref)
+        wait = self._full(peer, probe) if probe.actor == _ANY_ACTOR else self._blocked(peer, probe)
         if wait is None:
             return
         here, first = (self._runtime.router.token, wait.runner.actor), probe.members[0]
         sender = first.token, first.actor
         if sender == here:
-            if first.ref == wait.call.ref:
+            if first.ref == wait.ref:
                 self._claim(peer, Deadlock(DeadlockStep.CLAIM, 0, 0, 0, probe.members))
             return
         if wait.forwarded.get(sender, 0) >= probe.number:
@@ -142,75 +289,138 @@ class DeadlockDetector:
     def _wait_of(self, actor: int) -> _Wait | None:
         """Return the wait of an actor that goes on until it gets what it waits for."""
         wait, runner = self._waits.get(actor), self._runtime.runners.get(actor)
-        if wait is None or runner is not wait.runner or runner.failure is not None or wait.call.ready:
+        if wait is None or runner is not wait.runner or runner.failure is not None or wait.what.ready:
             return None
         return None if runner.code.is_cancelled or runner.code.aborted is not None else wait
 
-    def _blocked(self, peer: Peer, actor: int, ref: int) -> _Wait | None:
+    def _blocked(self, peer: Peer, probe: Deadlock) -> _Wait | None:
         """Return the wait of the actor that must handle this call, None if it may reply without a further message."""
-        wait = self._wait_of(actor)
+        wait = self._wait_of(probe.actor)
         if wait is None:
             return None
         runner, answer = wait.runner, wait.runner.running_reply
-        if runner.code.running == (peer, ref):
+        if runner.code.running == (peer, probe.ref):
+            flow = runner.streams.get((peer.token, probe.ref))
+            if probe.received != (0 if flow is None else flow.sent):  # a value is on its way
+                return None
             return None if answer is None or answer.explicit else wait
-        return wait if any(frame.ref == ref for frame in _queued(runner, peer)) else None
+        return wait if any(frame.ref == probe.ref for frame in _queued(runner, peer)) else None
+
+    def _full(self, peer: Peer, probe: Deadlock) -> _Wait | None:
+        """Return the wait of the actor whose queue holds all credit of the probe's sender; None if it may come back.
+
+        The queues of former members count, too. If credit may come back, that of processed messages goes to the sender
+        now: fewer messages than a window of credits are in the queues.
+        """
+        refs = {member.actor: member.ref for member in probe.members if member.token == self._runtime.router.token}
+        calls = self._waited_calls(peer, probe)
+        first, total, largest, following = probe.members[0], 0, 0, None
+        closes: _Wait | None = None
+        for actor in list(self._waits):
+            wait = self._wait_of(actor)
+            held = 0 if wait is None else _held(wait.runner, peer, calls)
+            if wait is None or held == 0:
+                continue
+            if refs.get(actor) == wait.ref:
+                total += held
+                if (first.token, first.actor) == (self._runtime.router.token, actor):
+                    closes = wait
+            elif held > largest:
+                largest, following = held, wait
+        if closes is not None and total >= tuning.CREDIT_WINDOW:
+            return closes
+        if total + largest >= tuning.CREDIT_WINDOW:
+            return following
+        self._runtime.router.flow.return_credit(peer)
+        return None
+
+    def _waited_calls(self, peer: Peer, probe: Deadlock) -> set[int] | None:
+        """Return the numbers of the process's calls that hold credit, as its actors wait for them. None: all calls."""
+        if probe.counts_calls:
+            return None
+        calls = {member.ref for member in probe.members if member.token == peer.token}
+        if peer is self._runtime.router.me:
+            calls |= {wait.ref for wait in list(self._waits.values())}
+        return calls
 
     def _member(self, wait: _Wait) -> DeadlockMember | None:
         runner = wait.runner
         answer, running = runner.running_reply, runner.code.running
         if running is CONSTRUCTOR:
             endpoint = "__init__"
-        elif running is None or answer is None:
-            return None
+        elif running is None or answer is None or (wait.actor == _ANY_ACTOR and answer.port is not None):
+            return None  # the message that waits may be its reply to a port, which must not fail
         else:
             endpoint = read_prefix(answer.prefix)[0].method
         return DeadlockMember(
-            self._runtime.router.token, runner.actor, wait.call.ref, runner.name[:_MAX_NAME], runner.rank,
-            endpoint[:_MAX_NAME], f"{wait.call.core.name}.{wait.call.endpoint}"[:_MAX_NAME], HOST, self._runtime.pid,
+            self._runtime.router.token, runner.actor, wait.ref, runner.name[:_MAX_NAME], runner.rank,
+            endpoint[:_MAX_NAME], wait.waits_for, HOST, self._runtime.pid,
         )  # fmt: skip
 
     # ---- a cycle
 
     def _claim(self, peer: Peer, message: Deadlock) -> None:
-        """Ignore the reply of this member's call, and pass the message on. The first member then begins to raise."""
+        """Ignore what would end this member's wait, and pass the message on. The first member then begins to raise."""
         members, place = message.members, message.number
         if place == len(members):
-            self._drop(peer, members[0].actor, members[-1].ref)
+            first = members[0]
+            self._drop_later(first, peer, members[-1].ref)
             self._raise(Deadlock(DeadlockStep.RAISE, 0, 0, 0, members))
             return
-        member, following = members[place], members[(place + 1) % len(members)]
+        member = members[place]
         key = member.actor, member.ref
         wait = self._waits.get(member.actor)
         if key not in self._claimed:
-            if wait is None or wait.call.ref != member.ref or wait.call.ready:
+            if wait is None or wait.ref != member.ref or wait.what.ready or not wait.claim():
+                if place:  # it has just ended, in another cycle or by a cancellation: the claimed ones must raise
+                    self._drop(peer, member.actor, members[place - 1].ref)
+                    self._pass_on(Deadlock(DeadlockStep.RAISE, place, 0, place, members))
                 return
-            if self._runtime.pending.pop(wait.call.ref, None) is None:  # it has just ended
-                return
-            self._claimed[key] = wait, [each for each in wait.missing() if each.token == following.token]
-            own = Deadlock(DeadlockStep.RAISE, place, 0, 0, members)
-            self._runtime.progress.later(RAISE_AFTER_S, lambda: self._raise(own))
+            self._claimed[key] = _Claim(wait)
+            own = Deadlock(DeadlockStep.RAISE, place, 0, place, members)
+            self._runtime.progress.later(RAISE_AFTER_S, lambda: self._raise(own) if key in self._claimed else None)
         if place:
-            self._drop(peer, member.actor, members[place - 1].ref)
-        for each in self._claimed[key][1]:
-            self._runtime.router.tell(each, Deadlock(DeadlockStep.CLAIM, place + 1, 0, 0, members))
+            self._drop_later(member, peer, members[place - 1].ref)
+        self._tell_next(Deadlock(DeadlockStep.CLAIM, place + 1, 0, 0, members))
+
+    def _tell_next(self, message: Deadlock) -> None:
+        """Send a message to the process of the member that it is for."""
+        member = message.members[message.number % len(message.members)]
+        self._runtime.router.tell(self._runtime.router.peer(member.token), message)
+
+    def _pass_on(self, message: Deadlock) -> None:
+        """Have the next member raise, unless this message began there."""
+        place = (message.number + 1) % len(message.members)
+        if place != message.ref:
+            self._tell_next(Deadlock(DeadlockStep.RAISE, place, 0, message.ref, message.members))
+
+    def _drop_later(self, member: DeadlockMember, peer: Peer, ref: int) -> None:
+        """Drop the former member's call when this member raises: before that, its credit could end another wait."""
+        claim = self._claimed.get((member.actor, member.ref))
+        if claim is None:  # it has raised, in another cycle
+            self._drop(peer, member.actor, ref)
+        else:
+            claim.calls.append((peer, ref))
 
     def _drop(self, peer: Peer, actor: int, ref: int) -> None:
-        """Remove the former member's call if it is queued: its caller continues with the error."""
+        """Remove the former member's call if it is queued, and end a generator: its caller continues with the error."""
         runner = self._runtime.runners.get(actor)
-        if runner is not None:
-            runner.inbox.cancel(peer, ref)
+        if runner is None or runner.inbox.cancel(peer, ref):
+            return
+        flow = runner.streams.get((peer.token, ref))
+        if flow is not None:
+            flow.close()
 
     def _raise(self, message: Deadlock) -> None:
         members, place = message.members, message.number % len(message.members)
         member = members[place]
-        claimed = self._claimed.pop((member.actor, member.ref), None)
-        if claimed is None:  # raised, and passed on then
+        claim = self._claimed.pop((member.actor, member.ref), None)
+        for peer, ref in () if claim is None else claim.calls:
+            self._drop(peer, member.actor, ref)
+        self._pass_on(message)
+        if claim is None:  # it has raised, in another cycle
             return
-        wait, peers = claimed
-        for each in peers:
-            self._runtime.router.tell(each, Deadlock(DeadlockStep.RAISE, place + 1, 0, 0, members))
-        wait.call._fail(_error(members[place:] + members[:place]))
+        claim.wait.fail(_error(members[place:] + members[:place]))
         self._runtime.progress.wake()
 
 
@@ -224,13 +434,30 @@ def _queued(runner: ActorRunner, peer: Peer) -> list[Frame]:
     return [item[1] for item in list(runner.inbox) if isinstance(item, tuple) and item[0] is peer]
 
 
+def _held(runner: ActorRunner, peer: Peer, calls: set[int] | None) -> int:
+    """Return the credits of a process that the messages in an actor's queue hold until the actor takes them.
+
+    Other calls than ``calls`` can be cancelled, which takes them from the queue. So they do not count.
+    """
+    return sum(
+        credit_of(frame) for frame in _queued(runner, peer) if frame.ref == 0 or calls is None or frame.ref in calls
+    )
+
+
 def _error(members: list[DeadlockMember]) -> DeadlockError:
     """Return the error of the first of these members."""
-    edges = "; ".join(f"{each.name}.{each.endpoint} waits for {each.waits_for}" for each in members)
+    following = [*members[1:], members[0]]
+    waits = [
+        each.waits_for or f"space in the queue of {other.name}" for each, other in zip(members, following, strict=True)
+    ]
+    pairs = list(zip(members, waits, strict=True))
+    edges = "; ".join(f"{each.name}.{each.endpoint} waits for {what}" for each, what in pairs)
     lines = tuple(
-        f"{each.name}.{each.endpoint} (rank {each.rank}, host {each.host}, pid {each.pid}) waits for {each.waits_for}"
-        for each in members
+        f"{each.name}.{each.endpoint} (rank {each.rank}, host {each.host}, pid {each.pid}) waits for {what}"
+        for each, what in pairs
     )
+    is_full = not all(each.waits_for for each in members)
+    cure = " Where a queue is full, wait for replies now and then (call instead of broadcast)." if is_full else ""
     several = f"a cycle of {len(members)} actors that wait for each other"
     what = several if len(members) > 1 else "an actor that waits for itself"
     return DeadlockError(
@@ -238,6 +465,6 @@ def _error(members: list[DeadlockMember]) -> DeadlockError:
         + "".join(f"  {line}\n" for line in lines)
         + "None would continue: an actor handles one message at a time. Return before "
         "asking, or call the method of the own instance directly, self.method(...), or make the endpoints concurrent "
-        "(@concurrent_endpoint and async def). Calls with a limit of time are not checked.",
+        f"(@concurrent_endpoint and async def).{cure} Calls with a limit of time are not checked.",
         lines,
     )

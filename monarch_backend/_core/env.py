@@ -190,7 +190,7 @@ _TABLE = (
             "give bytes from 65536 to 1125899906842624", _number(1 << 16, 1 << 50),
             "Limit of all replay files in a folder, also older ones. All recording into the folder stops there."),
     Setting("MONARCH_DEADLOCK_DETECTION", "flag", True, "", "give 1, or 0", _flag,
-            "Raise DeadlockError in actors that wait for each other's replies."),
+            "Raise DeadlockError in actors that wait for each other."),
     Setting("MONARCH_UNKNOWN_SETTINGS", "choice", "error", "", "error, or warn", _one_of("error", "warn"),
             "Effect of an unknown MONARCH_ name. Use warn if another program has such names."),
     Setting("MONARCH_NPROC_PER_NODE", "integer", None, "ranks", "a number of 1 or more", _number(1),

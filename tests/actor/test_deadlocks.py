@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monarch_backend._actor import context
 from monarch_backend._actor.current_runtime import program
 from monarch_backend._transport.local.tuning import CREDIT_WINDOW
 from monarch_backend.actor import (
@@ -40,6 +43,7 @@ class Node(Actor):
 
     def __init__(self) -> None:
         self.seen: list[tuple[BaseException, float]] = []
+        self.counted = 0
 
     @endpoint
     def hop(self, route: list[ActorMesh], limit: float | None = None) -> str:
@@ -99,12 +103,100 @@ class Node(Actor):
         """Make a file, wait for the file of another actor, and send it messages. Return how many were sent."""
         Path(mine).touch()
         wait_until(Path(theirs).exists, PATIENCE)
+        return self._send_many(count, target.count.broadcast)
+
+    def _send_many(self, count: int, send: Callable[[], object]) -> int:
+        """Send messages. Return how many were sent before a DeadlockError."""
+        self.sent = []
         for sent in range(count):
             try:
-                target.hop.broadcast([])
+                self.sent.append(send())
             except DeadlockError as error:
                 self.seen.append((error, time.monotonic()))
                 return sent
+        return count
+
+    @endpoint
+    def count(self) -> None:
+        self.counted += 1
+
+    @endpoint
+    def take_count(self) -> int:
+        counted, self.counted = self.counted, 0
+        return counted
+
+    @endpoint
+    def fill_when_called(self, target: ActorMesh, me: ActorMesh) -> int:
+        """Have an actor call back, and fill its queue once the call is in the own queue."""
+        target.hop_noted.broadcast(me)
+        runner = context.runner.get()
+        assert runner is not None
+        wait_until(lambda: bool(runner.inbox), PATIENCE)
+        return self._send_many(CREDIT_WINDOW, target.count.broadcast)
+
+    @endpoint
+    def take_count_of(self, target: ActorMesh) -> int:
+        """Return the count of an actor after the messages that this actor has sent it."""
+        return int(target.take_count.call_one().get())
+
+    @endpoint
+    def fill_after_call(self, target: ActorMesh, me: ActorMesh, before: int, after: int) -> int:
+        """Send messages to an actor that calls back after some of them. Return how many of the others were sent."""
+        for _ in range(before):
+            target.count.broadcast()
+        target.hop_noted.broadcast(me)
+        return self._send_many(after, target.count.broadcast)
+
+    @endpoint
+    def hop_noted(self, target: ActorMesh) -> None:
+        with contextlib.suppress(DeadlockError):
+            self._hop_noted(target)
+
+    def _hop_noted(self, target: ActorMesh) -> None:
+        try:
+            target.hop.call_one([]).get()
+        except DeadlockError as error:
+            self.seen.append((error, time.monotonic()))
+            raise
+
+    @endpoint
+    def fill_with_calls(self, target: ActorMesh, me: ActorMesh, calls: int, limit: float | None) -> int:
+        """Have an actor call back, and fill its queue, at last with calls that are not waited for. One does not fit."""
+        target.hop_noted.broadcast(me)
+        for _ in range(CREDIT_WINDOW - calls):
+            target.count.broadcast()
+        return self._send_many(calls + 1, target.count.options(timeout=limit).call_one)
+
+    @endpoint
+    def fill_and_stream(self, target: ActorMesh, me: ActorMesh) -> tuple[int, int]:
+        """Have an actor call back, fill its queue, and begin a stream. Return the numbers of sent and of left calls."""
+        target.hop_noted.broadcast(me)
+        for _ in range(CREDIT_WINDOW):
+            target.count.broadcast()
+        before = len(program().pending)
+        return self._send_many(1, target.count.stream), len(program().pending) - before
+
+    @endpoint
+    def values(self, target: ActorMesh, before: int, after: int) -> Iterator[int]:
+        """Yield values, call an actor, and yield more values even if that fails."""
+        yield from range(before)
+        with contextlib.suppress(DeadlockError):
+            self._hop_noted(target)
+        yield from range(after)
+
+    @endpoint
+    def read(self, source: ActorMesh, me: ActorMesh, before: int, as_futures: bool) -> int:
+        """Read the values of a generator that calls this actor after some of them. Return how many have arrived."""
+        arguments = (me, before, 1000)
+        stream = source.values.stream(*arguments) if as_futures else source.values.call_one(*arguments)
+        count = 0
+        try:
+            for value in stream:
+                if as_futures:
+                    value.get()
+                count += 1
+        except DeadlockError as error:
+            self.seen.append((error, time.monotonic()))
         return count
 
     @endpoint
@@ -222,6 +314,136 @@ def test_cycle_through_one_rank_of_a_called_mesh_raises(procs: ProcMesh, nodes: 
     mesh.stop().get(PATIENCE)
 
 
+def _check_flood(members: list[ActorMesh], endpoints: list[str], start: float) -> None:
+    """Check that each member has raised one DeadlockError that names all of them with their endpoints."""
+    for place, mesh in enumerate(members):
+        [(kind, text, when)] = mesh.taken.call_one().get(PATIENCE)
+        assert kind == "DeadlockError", text
+        print(f"raised {when - start:.3f} s after the start")
+        assert when - start < PATIENCE
+        lines = text.splitlines()
+        for each, name in zip(members, endpoints, strict=True):
+            assert sum(line.startswith(f"  {each.name}.{name} (") for line in lines) == 1, text
+        assert lines[1].startswith(f"  {members[place].name}.{endpoints[place]}")
+
+
+def _flood_round(members: list[ActorMesh], folder: Path) -> list[Future[int]]:
+    """Have each actor fill the queue of the next one, once that one has begun to do so."""
+    following = [*members[1:], members[0]]
+    files = {mesh.name: str(folder / mesh.name) for mesh in members}
+    return [
+        mesh.flood.call_one(files[mesh.name], files[other.name], other, 2 * CREDIT_WINDOW)
+        for mesh, other in zip(members, following, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2], [0, 3], [3, 0, 1]], ids=["two", "three", "here", "three_here"])
+def test_actors_that_fill_each_others_queues_raise(ranks: list[int], nodes: list[ActorMesh], tmp_path: Path) -> None:
+    members = [nodes[rank] for rank in ranks]
+    start = time.monotonic()
+    sent = [call.get(PATIENCE) for call in _flood_round(members, tmp_path)]
+    assert all(CREDIT_WINDOW <= each < 2 * CREDIT_WINDOW for each in sent)
+    _check_flood(members, ["flood"] * len(members), start)
+    # The message that has raised is not sent later.
+    following = [*members[1:], members[0]]
+    counts = [a.take_count_of.call_one(b).get(PATIENCE) for a, b in zip(members, following, strict=True)]
+    assert counts == sent
+    assert _call(members[0], *members[1:]).get(PATIENCE) == "end"
+
+
+def test_actors_of_one_process_that_fill_its_queues_end(tmp_path: Path) -> None:
+    """Their messages share one window of credits. So one queue may hold all of it, and one actor waits for itself."""
+    members = [this_proc().spawn(name, Node) for name in "ab"]
+    for call in _flood_round(members, tmp_path):
+        call.get(PATIENCE)
+    seen = [each for mesh in members for each in mesh.taken.call_one().get(PATIENCE)]
+    assert {kind for kind, _, _ in seen} == {"DeadlockError"}
+    for mesh in members:
+        mesh.stop().get(PATIENCE)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (3, 0), (0, 3)])
+def test_actor_that_fills_the_queue_of_one_that_calls_it_raises(
+    ranks: tuple[int, int], nodes: list[ActorMesh], tmp_path: Path
+) -> None:
+    a, b = nodes[ranks[0]], nodes[ranks[1]]
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    start = time.monotonic()
+    calls = [a.flood.call_one(first, second, b, 2 * CREDIT_WINDOW), b.hop_when_there.call_one(second, first, a)]
+    assert calls[0].get(PATIENCE) == CREDIT_WINDOW
+    assert isinstance(calls[1].exception(PATIENCE), ActorError)
+    _check_flood([a, b], ["flood", "hop_when_there"], start)
+    assert a.take_count_of.call_one(b).get(PATIENCE) == CREDIT_WINDOW
+
+
+def test_actor_that_fills_the_queue_of_a_caller_in_its_process_raises() -> None:
+    """The call in its own queue holds credit of the process, too."""
+    a, b = (this_proc().spawn(name, Node) for name in "ab")
+    start = time.monotonic()
+    assert a.fill_when_called.call_one(b, a).get(PATIENCE) == CREDIT_WINDOW - 1
+    _check_flood([a, b], ["fill_when_called", "hop_noted"], start)
+    assert a.take_count_of.call_one(b).get(PATIENCE) == CREDIT_WINDOW - 1
+    for mesh in (a, b):
+        mesh.stop().get(PATIENCE)
+
+
+@pytest.mark.parametrize("before", [0, 1, CREDIT_WINDOW // 16 - 2, CREDIT_WINDOW // 16 - 1, 100])
+@pytest.mark.parametrize("is_full", [False, True], ids=["fits", "full"])
+def test_queue_is_full_after_a_whole_window_of_messages(nodes: list[ActorMesh], before: int, is_full: bool) -> None:
+    """Credit of messages that the called actor has taken is no proof, also where it was not returned yet."""
+    start = time.monotonic()
+    sent = nodes[0].fill_after_call.call_one(nodes[1], nodes[0], before, CREDIT_WINDOW + is_full).get(PATIENCE)
+    assert sent == CREDIT_WINDOW
+    if is_full:
+        _check_flood([nodes[0], nodes[1]], ["fill_after_call", "hop_noted"], start)
+    assert nodes[0].take_count_of.call_one(nodes[1]).get(PATIENCE) == before + CREDIT_WINDOW
+
+
+def test_queue_full_of_calls_raises(nodes: list[ActorMesh]) -> None:
+    start = time.monotonic()
+    assert nodes[0].fill_with_calls.call_one(nodes[1], nodes[0], CREDIT_WINDOW, None).get(PATIENCE) == CREDIT_WINDOW
+    _check_flood([nodes[0], nodes[1]], ["fill_with_calls", "hop_noted"], start)
+    assert nodes[0].take_count_of.call_one(nodes[1]).get(PATIENCE) == CREDIT_WINDOW
+
+
+def test_stream_that_finds_a_full_queue_raises_and_leaves_no_call(nodes: list[ActorMesh]) -> None:
+    start = time.monotonic()
+    assert nodes[0].fill_and_stream.call_one(nodes[1], nodes[0]).get(PATIENCE) == (0, 0)
+    _check_flood([nodes[0], nodes[1]], ["fill_and_stream", "hop_noted"], start)
+
+
+@pytest.mark.parametrize("as_futures", [False, True])
+@pytest.mark.parametrize("before", [0, 3, 100])
+def test_reader_of_a_generator_that_calls_it_raises(nodes: list[ActorMesh], before: int, as_futures: bool) -> None:
+    start = time.monotonic()
+    assert nodes[0].read.call_one(nodes[1], nodes[0], before, as_futures).get(PATIENCE) == before
+    _check_flood([nodes[0], nodes[1]], ["read", "values"], start)
+    assert _call(nodes[1], nodes[0]).get(PATIENCE) == "end"  # the generator has ended
+
+
+def _full_queue_of_calls_with_a_limit(nodes: list[ActorMesh]) -> None:
+    call = nodes[0].fill_with_calls.call_one(nodes[1], nodes[0], 3, 2 * LONGER_THAN_A_PROBE_S)
+    assert call.get(PATIENCE) == 4
+
+
+def _full_queue_of_another_actors_calls(nodes: list[ActorMesh]) -> None:
+    """Calls of the main program fill the queue. It cancels them, which no actor can know."""
+    with tempfile.TemporaryDirectory() as folder:
+        begun, go = Path(folder) / "begun", Path(folder) / "go"
+        flood = nodes[3].flood.call_one(str(begun), str(go), nodes[1], CREDIT_WINDOW // 16)
+        wait_until(begun.exists, PATIENCE)
+        nodes[1].hop_noted.broadcast(nodes[3])
+        peer, calls = nodes[1]._core.peer(0), []
+        while peer.credit > 0:
+            calls.append(nodes[1].count.call_one())
+        go.touch()
+        with pytest.raises(TimeoutError):
+            flood.get(3 * LONGER_THAN_A_PROBE_S)
+        for call in calls:
+            call.cancel()
+        assert flood.get(PATIENCE) == CREDIT_WINDOW // 16
+
+
 def _full_queue_of_a_busy_actor(nodes: list[ActorMesh]) -> None:
     busy = nodes[1].sleep_and_hop.call_one(LONGER_THAN_A_PROBE_S, [])
     flood = nodes[0].flood.call_one(os.devnull, os.devnull, nodes[1], 2 * CREDIT_WINDOW)
@@ -273,6 +495,8 @@ def _reply_through_another_actor(nodes: list[ActorMesh]) -> None:
 @pytest.mark.parametrize(
     "scenario",
     [
+        _full_queue_of_calls_with_a_limit,
+        _full_queue_of_another_actors_calls,
         _full_queue_of_a_busy_actor,
         _slow_chain,
         _waits_for_busy_actor,
@@ -301,7 +525,7 @@ def test_cancelled_wait_raises_cancelled_error(nodes: list[ActorMesh]) -> None:
 
 def test_setting_turns_the_detection_off(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = (this_proc().spawn(name, Node) for name in "ab")
-    monkeypatch.setattr(program().deadlocks, "_is_on", False)
+    monkeypatch.setattr(program().deadlocks, "is_on", False)
     call = _call(a, b, a)
     with pytest.raises(TimeoutError):
         call.get(2 * LONGER_THAN_A_PROBE_S)

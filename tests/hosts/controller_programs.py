@@ -29,6 +29,7 @@ import monarch_backend.actor as ma
 from monarch_backend._actor.runtime import program
 from monarch_backend._hosts.attach import HostRegistry
 from monarch_backend._mesh.host_mesh import HostMesh
+from monarch_backend._transport.local.tuning import CREDIT_WINDOW
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -297,6 +298,26 @@ class Caller(Actor):
     def hop(self, route: list[ActorMesh]) -> str:
         return "end" if not route else str(route[0].hop.call_one(route[1:]).get())
 
+    @endpoint
+    def fill(self, target: ActorMesh, me: ActorMesh) -> tuple[int, str]:
+        """Have an actor call back, and fill its queue. Return the number of sent messages, and the error's text."""
+        target.call_back.broadcast(me)
+        for sent in range(2 * CREDIT_WINDOW):
+            try:
+                target.nothing.broadcast()
+            except DeadlockError as error:
+                return sent, str(error)
+        return 2 * CREDIT_WINDOW, ""
+
+    @endpoint
+    def call_back(self, target: ActorMesh) -> None:
+        with contextlib.suppress(DeadlockError):
+            target.hop.call_one([]).get()
+
+    @endpoint
+    def nothing(self) -> None:
+        """Do nothing."""
+
 
 def deadlock(*addresses: str) -> None:
     """Actors on two hosts that wait for each other raise DeadlockError, and go on. Busy ones raise nothing."""
@@ -311,6 +332,11 @@ def deadlock(*addresses: str) -> None:
         assert len(error.__cause__.members) == len(route)
         assert f"host {NAMES[1]}, pid" in text and f"host {NAMES[2]}, pid" in text, text
         print(f"measured: a cycle of {len(route)} over hosts is found in {time.monotonic() - start:.3f} s")
+    start = time.monotonic()
+    sent, text = a.fill.call_one(b, a).get(PATIENCE)
+    print(f"measured: a cycle with a full queue over hosts is found in {time.monotonic() - start:.3f} s")
+    assert sent == CREDIT_WINDOW
+    assert f"host {NAMES[1]}, pid" in text and f"host {NAMES[2]}, pid" in text, text
     assert a.hop.call_one([b, c]).get(PATIENCE) == "end"
     assert len(workers.place.call().get(PATIENCE)) == len(workers)
     procs.stop().get(PATIENCE)

@@ -67,6 +67,16 @@ def test_credit_that_arrives_as_a_sender_starts_to_wait() -> None:
     assert peer.credit == 1
 
 
+def test_sender_is_woken_once_there_is_credit() -> None:
+    router, peer = _router_with(_forever)
+    peer.credit = -5  # after a large message
+    waiter = router.flow._waiter_of(peer)
+    router.flow.refill(peer, 5)
+    assert not waiter.ready
+    router.flow.refill(peer, 1)
+    assert waiter.ready
+
+
 def test_a_death_while_a_sender_begins_to_wait() -> None:
     router, peer = _router_with(_forever)
     router.on_wait = lambda *_: router.never_came(peer, "killed by signal 9")

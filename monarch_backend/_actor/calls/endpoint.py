@@ -296,7 +296,11 @@ class Endpoint(Generic[R]):
             if failure is not None:
                 stream.refuse(i, supervision_error(failure, self._label(), "not sent"))
         going = [(peer, first + i) for i, peer in enumerate(peers) if i in stream._open]
-        program.router.multicast(going, _call, core.actor, ref, self._prefix, body, buffers)
+        try:
+            program.router.multicast(going, _call, core.actor, ref, self._prefix, body, buffers)
+        except BaseException:
+            stream._close("its call could not be sent to all actors")
+            raise
         record_event(_SENT, 0, *self._names, 0, ref, len(body), current_span())
         for peer, i in going:
             if peer.gone is not None:
@@ -336,8 +340,8 @@ class Endpoint(Generic[R]):
         timer = program.progress.later(seconds or 0.0, late)
         if isinstance(call, Future):
             call.add_done_callback(lambda _: timer.cancel())
-            if isinstance(call, (UnaryCall, BroadcastCall)):
-                call.has_limit = True
+        if isinstance(call, (UnaryCall, BroadcastCall, Stream)):
+            call.has_limit = True
 
     def _label(self) -> str:
         return f"{self._core.name}.{self.name}"

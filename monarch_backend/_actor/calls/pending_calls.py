@@ -242,6 +242,8 @@ class Stream(Generic[T]):
         self._open = set(range(len(peers)))
         self._unended = set(self._open)  # ranks whose end was not noted yet
         self._taken = [0] * len(peers)
+        self._arrived = [0] * len(peers)  # values of each generator
+        self.has_limit = False  # of time
         self._waiting: deque[Future[Any]] = deque()
         self._closed = False
 
@@ -257,6 +259,7 @@ class Stream(Generic[T]):
         if rank not in self._open:
             return
         if status == Status.ITEM:
+            self._arrived[rank] += 1
             self._put(rank, partial(loads, frame.body, frame.buffers), None)
             return
         if not self._ends(rank):
@@ -282,6 +285,14 @@ class Stream(Generic[T]):
     def missing(self) -> list[tuple[int, Peer]]:
         """Return the ranks that have not ended, with their processes."""
         return [(self.bases[rank], self.peers[rank]) for rank in sorted(self._open)]
+
+    def last_sender(self) -> tuple[Peer, int] | None:
+        """Return the process of the only rank that has not ended, and how many values have arrived from it.
+
+        Return None if several ranks may send the next value.
+        """
+        ranks = list(self._open)
+        return (self.peers[ranks[0]], self._arrived[ranks[0]]) if len(ranks) == 1 else None
 
     def refuse(self, rank: int, error: BaseException) -> None:
         """Note that nothing was sent to this rank."""

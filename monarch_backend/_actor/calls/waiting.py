@@ -60,14 +60,22 @@ class Waiting:
         given_up: Callable[[], bool] | None = None,
         runner: ActorRunner | None = None,
     ) -> bool:
-        if not self.is_real or (seconds is not None and seconds <= SHORT_WAIT_S):
+        if not self.is_real:
+            return self._wait_in_simulation(what, seconds, given_up, runner)
+        if seconds is not None and seconds <= SHORT_WAIT_S:
             return bool(self._progress.wait(what, seconds, given_up))
         if self._progress.wait(what, SHORT_WAIT_S, given_up) or (given_up is not None and given_up()):
             return bool(what.ready)
         left = None if seconds is None else seconds - SHORT_WAIT_S
-        watched = self._runtime.deadlocks.watched(what, seconds, runner)
-        with _shown(what, runner), watched, noticed(self._runtime, what, runner, SHORT_WAIT_S):
-            return bool(self._progress.wait(what, left, given_up))
+        watched = self._runtime.deadlocks.watched(what, seconds, runner, given_up)
+        with _shown(what, runner), watched as until, noticed(self._runtime, what, runner, SHORT_WAIT_S):
+            return bool(self._progress.wait(what, left, until))
+
+    def _wait_in_simulation(
+        self, what: Any, seconds: float | None, given_up: Callable[[], bool] | None, runner: ActorRunner | None
+    ) -> bool:
+        with self._runtime.deadlocks.watched(what, seconds, runner, given_up) as until:
+            return bool(self._progress.wait(what, seconds, until))
 
     def wait_for_room(self, what: Any, seconds: float | None, whole: bool) -> bool:
         """Wait as `wait` does. With ``whole``, in the middle of a message, it cannot be interrupted."""

@@ -79,13 +79,15 @@ def wait_post_mortem(error: Exception) -> None:
 class StreamCredit:
     """Number of values that a generator may send to its reader, and of those that it has sent.
 
-    Each number is written by one thread: ``granted`` by the reading thread, ``sent`` by the actor's.
+    Each number is written by one thread: ``granted`` by the reading thread, ``sent`` by the actor's. ``is_closed`` is
+    True once its reader has raised DeadlockError: the generator ends at its next value.
     """
 
-    __slots__ = ("granted", "ready", "sent", "wait_lock")
+    __slots__ = ("granted", "is_closed", "ready", "sent", "wait_lock")
 
     def __init__(self) -> None:
         self.granted, self.sent = STREAM_WINDOW, 0
+        self.is_closed = False
         self.ready = False
         self.wait_lock: threading.Lock | None = None
 
@@ -93,6 +95,10 @@ class StreamCredit:
         self.granted += count
         self.ready = True
         release(self)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.more(1)  # for a generator that waits
 
 
 class ActorRunner:
@@ -414,7 +420,7 @@ class ActorRunner:
                     flow.ready = False
                     if flow.sent >= flow.granted:  # look again: credit that came before must not be waited for
                         self.program.wait(flow, None)
-                if peer.gone is not None:
+                if peer.gone is not None or flow.is_closed:
                     break
                 flow.sent += 1
                 answer(Status.ITEM, *dumps(value))

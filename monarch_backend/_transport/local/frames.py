@@ -240,7 +240,10 @@ class DeadlockStep(IntEnum):
 
 
 class DeadlockMember(msgspec.Struct, array_like=True, gc=False):
-    """An actor that waits for the reply of call number ``ref`` of its process. ``waits_for`` names the endpoint."""
+    """An actor that waits for the reply of call number ``ref`` of its process. ``waits_for`` names the endpoint.
+
+    It is empty for an actor that waits for credit. Then ``ref`` is a number of that wait alone.
+    """
 
     token: str
     actor: int
@@ -257,7 +260,11 @@ class Deadlock(Control, tag="deadlock"):
     """To the actor that must handle call ``ref`` of the last member, which waits for it.
 
     ``number`` numbers the probes of a process. In later steps it is the receiver's place in the cycle, and the members
-    are all of it.
+    are all of it. In the last step ``ref`` is the place where the message has begun. ``actor`` is 0 in the probe of a
+    wait for credit, as any actor of the process may hold it.
+
+    ``received`` is the number of values that have arrived, for a call of a generator. ``counts_calls`` is for a wait
+    for credit: no call of the last member's process to the receiver can be cancelled while the member waits.
     """
 
     step: DeadlockStep
@@ -265,6 +272,8 @@ class Deadlock(Control, tag="deadlock"):
     actor: int
     ref: int
     members: Annotated[list[DeadlockMember], msgspec.Meta(min_length=1)]
+    received: int = 0
+    counts_calls: bool = False
 
 
 class Agent(Control, tag="agent"):
