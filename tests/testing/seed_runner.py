@@ -2,7 +2,8 @@
 
 ``python -m tests.testing.seed_runner FIRST LAST [SIZE...] [--wide]`` runs the seeds before LAST, with each size in
 turn. A size is a number of processes, "any" for a size from the seed, or a number of hosts, as "hosts:64" or
-"hosts:any". With ``--wide``, it starts one interpreter for each processor.
+"hosts:any". "probes:12" and "probes:any" are worlds of processes whose actors wait for each other. With ``--wide``, it
+starts one interpreter for each processor.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.testing import random_hosts_world, random_world
+from tests.testing import random_deadlock_world, random_hosts_world, random_world
 
 MODULE = "tests.testing.seed_runner"
 SECONDS = 900
 HOSTS = "hosts:"
+PROBES = "probes:"
 
 
 def run(first: int, last: int, *sizes: str) -> None:
@@ -31,10 +33,12 @@ def run(first: int, last: int, *sizes: str) -> None:
 
 
 def _run_one(seed: int, size: str) -> None:
-    count = size.removeprefix(HOSTS)
+    count = size.removeprefix(HOSTS).removeprefix(PROBES)
     number = None if count == "any" else int(count)
     if size.startswith(HOSTS):
         random_hosts_world.run(seed, number)
+    elif size.startswith(PROBES):
+        random_deadlock_world.run(seed, number)
     else:
         random_world.run(seed, number)
 
