@@ -28,6 +28,7 @@ from monarch_backend._telemetry.kinds import SlotState
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording, Unread
 from monarch_backend._telemetry.programs import Process, Program
 from monarch_backend._telemetry.reader import ALL_EVENTS, Activity, EventFilter, RecordedEvent, RecordedProcess
+from monarch_backend._telemetry.unseen_processes import MAX_UNSEEN, with_unseen
 
 MAX_EVENTS = 1_000_000
 """Events that a query reads from a history. Older ones are left out, and the answer says so."""
@@ -161,9 +162,11 @@ class HistoryWriter:
             unread = json.dumps([astuple(each) for each in recording.unread])
             connection.execute("insert into look values (?, ?)", (now, unread))
             connection.execute("commit")
-        for each in recording.processes:
-            if each.recorded.events:
-                self._last[each.recorded.key] = each.recorded.events[-1].number
+        last = {key: self._last[key] for each in recording.processes if (key := each.recorded.key) in self._last}
+        last |= {
+            each.recorded.key: each.recorded.events[-1].number for each in recording.processes if each.recorded.events
+        }
+        self._last = with_unseen(last, self._last, MAX_UNSEEN)  # each read sends it to all hosts
         self.delete_old()
         return Appended(count, overwritten)
 

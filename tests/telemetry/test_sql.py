@@ -246,6 +246,16 @@ def test_damaged_file_of_a_history_is_an_error_and_a_copy_is_left_alone(history:
         assert writer.after == {}
 
 
+def test_number_of_processes_that_a_history_remembers_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording_history, "MAX_UNSEEN", 2)
+    with HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+        for pid in range(1, 7):
+            writer.append(recording_of({"a": [pid]}, []))
+        assert sorted(pid for pid, _ in writer.after) == [4, 5, 6]
+
+
 def test_interval_that_cannot_be_written_is_tried_again(
     recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,12 +25,10 @@ from opentelemetry.trace.status import Status, StatusCode
 from monarch_backend import __version__
 from monarch_backend._telemetry.export.series import (
     BOUNDS,
-    MAX_UNSEEN,
     Collector,
     Distribution,
     Family,
     title_of,
-    with_unseen,
 )
 from monarch_backend._telemetry.export.span_tree import Node, SpanTree
 from monarch_backend._telemetry.kinds import Kind
@@ -38,6 +36,7 @@ from monarch_backend._telemetry.metrics import SUMS, InstrumentKind
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording
 from monarch_backend._telemetry.reader import ALL_EVENTS, EventFilter
 from monarch_backend._telemetry.trace_context import HEADER
+from monarch_backend._telemetry.unseen_processes import MAX_UNSEEN, with_unseen
 
 TIMEOUT_S = 10.0
 """Seconds for a request with its repetitions."""

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from monarch_backend._telemetry.kinds import Kind, State, Status
 from monarch_backend._telemetry.metrics import MAX_TOTALS, InstrumentKind
@@ -26,6 +26,7 @@ from monarch_backend._telemetry.program_recording import (
 )
 from monarch_backend._telemetry.programs import Program
 from monarch_backend._telemetry.reader import EventFilter, RecordedEvent
+from monarch_backend._telemetry.unseen_processes import MAX_UNSEEN, with_unseen
 
 BOUNDS = tuple(float(f"{digit}e{exponent}") for exponent in range(-5, 5) for digit in (1, 2.5, 5))
 """Upper bounds of the buckets of each histogram: three in each power of ten, from 10 us to 50,000."""
@@ -33,17 +34,11 @@ BOUNDS = tuple(float(f"{digit}e{exponent}") for exponent in range(-5, 5) for dig
 FURTHER = {"further_attributes": "true"}
 """Attributes of the series that all values share after the first `MAX_TOTALS` sets of attributes of an instrument."""
 
-MAX_UNSEEN = 10_000
-"""Processes that are remembered while a host is not read. On a host that was read, those that are not seen ended."""
-
 _KINDS = frozenset(InstrumentKind)  # a later release may have more
 
 Attributes = tuple[tuple[str, str], ...]
 ProcessKey = tuple[int, int]
 """A process: `RecordedProcess.key`."""
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass
@@ -166,16 +161,6 @@ class _Sums:
             series[key] = double(event.value)
         else:
             series[key] = double(event.trace)
-
-
-def with_unseen(seen: dict[K, V], before: dict[K, V], most: int) -> dict[K, V]:
-    """Return ``seen`` after the other entries of ``before``: at most this number, those that were seen last.
-
-    >>> with_unseen({"a": 1}, {"a": 0, "b": 0, "c": 0}, 1)
-    {'c': 0, 'a': 1}
-    """
-    unseen = [key for key in before if key not in seen]
-    return {**{key: before[key] for key in unseen[-most:]}, **seen}
 
 
 class Collector:
