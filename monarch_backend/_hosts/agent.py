@@ -170,6 +170,8 @@ class AgentProcess:
         self._output: OutputReader | None = None
         self._end = CreditWaiter()
         self._ending: tuple[float, str] | None = None  # monotonic time of this host's end, and the reason
+        self._is_added = False  # the controller has added this host, and takes reports on it
+        self._ending_is_reported = False
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
@@ -213,24 +215,35 @@ class AgentProcess:
                     continue
                 connection.settimeout(5)
                 with contextlib.suppress(OSError):
-                    preamble, fds, _, _ = socket.recv_fds(connection, 4096, 1)
+                    preamble, fds, flags, _ = socket.recv_fds(connection, 4096, 1)
                     for fd in fds:
                         self._tcp.take_over(socket.socket(fileno=fd), preamble)
-                    if not fds and preamble:
+                    if preamble and not fds and not flags & socket.MSG_CTRUNC:  # truncated: out of descriptors
                         self._hear_daemon(preamble)
 
     def _hear_daemon(self, data: bytes) -> None:
-        message = protocol.decode(data)  # the daemon has forked this process: they have the same release
-        assert isinstance(message, Ending)
-        until = time.monotonic() + message.seconds
-        self._progress.later(0.0, lambda: self._announce(until, message.reason))
+        try:
+            message = protocol.decode(data)
+        except msgspec.DecodeError as error:
+            log.error("the daemon of this host has sent an invalid message: %s", error)
+            return
+        if isinstance(message, Ending):
+            until, reason = time.monotonic() + message.seconds, message.reason
+            self._progress.later(0.0, lambda: self._announce(until, reason))
 
     def _announce(self, until: float, reason: str) -> None:
         """Report the end of this host to the controller, and to all processes here."""
         self._ending = until, reason
-        self._tell(Ending(until - time.monotonic(), reason))
+        self._report_ending()
         for token in self._gateway.local_processes():
             self._met(self._router.peer(token))
+
+    def _report_ending(self) -> None:
+        """Report the end of this host to the controller, once it has been announced and the controller takes it."""
+        if self._ending is not None and self._is_added and not self._ending_is_reported:
+            until, reason = self._ending
+            self._tell(Ending(until - time.monotonic(), reason))
+            self._ending_is_reported = True
 
     def _met(self, peer: Peer) -> None:
         """Report the end of this host to a process here, if it was announced."""
@@ -414,6 +427,8 @@ class AgentProcess:
         elif isinstance(message, Hosts):
             self._known.update(message.known)
             self._ways.update(message.ways)
+            self._is_added = True  # the first message after the controller has added this host
+            self._report_ending()
         elif isinstance(message, Lost):
             self._lost_host(message.host, message.reason, for_good=True)
         elif isinstance(message, Spawn):

@@ -273,7 +273,7 @@ def serve(
         )
     allow_descriptors()
     daemon = Daemon(*(known or [user_secret()]), workers=workers)
-    with _signals(signal.SIGTERM, signal.SIGINT, notice_signal) as next_signal:
+    with _signals(signal.SIGTERM, signal.SIGINT, *([notice_signal] if notice else [])) as next_signal:
         try:
             where = daemon.start(host, port)
             if on_ready is not None:
@@ -308,7 +308,7 @@ def _signals(*numbers: int) -> Iterator[Callable[..., int]]:
     told, tell = socket.socketpair()
     with told, tell:
         tell.setblocking(False)
-        handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        handlers = {number: signal.signal(number, lambda *_: None) for number in set(numbers)}
         before = signal.set_wakeup_fd(tell.fileno())
 
         def wait(seconds: float | None = None) -> int:

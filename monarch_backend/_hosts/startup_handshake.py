@@ -130,7 +130,9 @@ class _Host:
             if line.strip() == STAY:
                 self._stand_alone()
                 return
-        os.kill(os.getpid(), signal.SIGINT)
+        # A shell starts background commands with SIGINT ignored, until the host handles it.
+        can_be_interrupted = callable(signal.getsignal(signal.SIGINT))
+        os.kill(os.getpid(), signal.SIGINT if can_be_interrupted else signal.SIGTERM)
 
     def _stand_alone(self) -> None:
         if self._done is not None:

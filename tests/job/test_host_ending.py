@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._hosts import daemon
+from monarch_backend._hosts import agent, daemon
 from monarch_backend._job import state_file
 from monarch_backend.actor import Actor, Channel, HostEnding, endpoint
+from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, ProcessJob, SSHJob
-from tests.job.support import MARK, Saver, in_program, new_mark
+from tests.job.support import MARK, Saver, Where, in_program, new_mark
 from tests.support.waiting import wait_until
 
 NOTICE = 300.0
@@ -123,6 +125,29 @@ def test_second_signal_ends_the_notice(job: ProcessJob) -> None:
     assert in_program(use_a_host_to_its_end, job.path, True) == ("ending", False)
 
 
+def attach_twice_during_a_notice(path: Path) -> list[str]:
+    """Return what a second program reads while the first one keeps the host: the states in two looks."""
+    job = Job.load(path)
+    job.state().trainers.slice(hosts=0).spawn_procs({"gpus": 1}).initialized.get(60)
+    os.kill(daemon_of(job, 0).pid, signal.SIGTERM)
+    wait_until(lambda: any(each.state == "ending" for each in job.status()))
+    states: list[str] = in_program(attach_both_hosts, path)
+    return states
+
+
+def attach_both_hosts(path: Path) -> list[str]:
+    states = []
+    for _ in range(2):
+        job = Job.load(path)
+        job.state().trainers.spawn_procs({"gpus": 1}).initialized.get(60)
+        states.append(wait_until(lambda job=job: [e.state for e in job.status() if e.state == "ending"])[0])  # type: ignore[misc]
+    return states
+
+
+def test_program_that_attaches_during_a_notice_receives_it(job: ProcessJob) -> None:
+    assert in_program(attach_twice_during_a_notice, job.path, timeout=120) == ["ending", "ending"]
+
+
 def test_host_without_controller_ends_at_once(job: ProcessJob) -> None:
     host = daemon_of(job, 1)
     os.kill(host.pid, signal.SIGTERM)
@@ -150,17 +175,68 @@ def test_notice_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits
 
 
-def test_another_signal_can_be_the_notice() -> None:
+@contextlib.contextmanager
+def host_with(notice: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield a host whose notice is SIGURG, and its address."""
     code = (
         "import signal; from monarch_backend.hosts import run_worker_loop_forever as run;"
-        "run('127.0.0.1:0', notice=60, notice_signal=signal.SIGURG, on_ready=lambda *_: print('up', flush=True))"
+        f"run('127.0.0.1:0', notice={notice}, notice_signal=signal.SIGURG,"
+        "    on_ready=lambda *where: print(*where, flush=True));"
+        "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout:
-        assert process.stdout.readline() == "up\n"
-        process.send_signal(signal.SIGURG)
-        assert process.wait(30) == 0
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            host, port = process.stdout.readline().split()
+            yield process, f"tcp://{host}:{port}"
+        finally:
+            process.kill()
+
+
+def receive_the_notice(address: str, pid: int) -> str:
+    procs = attach_to_workers([address]).spawn_procs({"gpus": 1})
+    port, received = Channel.open()
+    procs.spawn("saver", Saver, port).initialized.get(60)
+    os.kill(pid, signal.SIGURG)
+    reason: str = received.recv().get(60)[2]
+    return reason
+
+
+def test_another_signal_can_be_the_notice() -> None:
+    with host_with(60) as (process, address):
+        assert in_program(receive_the_notice, address, process.pid) == "it has received SIGURG"
+        assert process.wait(30) == 0  # with its last controller
+        assert process.stdout is not None and process.stdout.read() == "True\n"
+
+
+def answer_after_the_signal(address: str, pid: int) -> str:
+    procs = attach_to_workers([address]).spawn_procs({"gpus": 1})
+    where = procs.spawn("where", Where)
+    os.kill(pid, signal.SIGURG)
+    answer: str = where.echo.call_one("still there").get(60)
+    return answer
+
+
+def test_signal_of_a_notice_without_one_does_nothing() -> None:
+    with host_with(0) as (process, address):
+        assert in_program(answer_after_the_signal, address, process.pid) == "still there"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stdout.read() == "True\n"
+
+
+@pytest.mark.parametrize("notice", [0, 1])
+def test_handlers_of_signals_are_restored_after_the_loop(notice: int) -> None:
+    code = (
+        "import os, signal; from monarch_backend.hosts import run_worker_loop_forever as run\n"
+        f"run('127.0.0.1:0', notice={notice}, on_ready=lambda *_: os.kill(os.getpid(), signal.SIGTERM))\n"
+        "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_invalid_message_of_a_daemon_does_not_end_its_agent(caplog: pytest.LogCaptureFixture) -> None:
+    agent.AgentProcess._hear_daemon(None, b"\xff")  # type: ignore[arg-type]
+    assert "invalid message" in caplog.text
 
 
 @pytest.mark.parametrize("notice", [-1, "60", float("nan")])
