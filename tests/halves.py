@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SECOND = ("dtensor", "ecosystem", "job", "rdma", "testing")
+SECOND = ("dtensor", "ecosystem", "job", "rdma", "telemetry", "testing")
 """Folders of the second half. They take as long as all others together."""
 APART = ("clients",)
 """Folders that need an environment of their own: `make test-clients`."""
