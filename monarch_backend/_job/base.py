@@ -209,10 +209,7 @@ class Job:
             raise JobError(
                 f"{where} is of a job of kind {file.kind!r}, which this release of monarch_backend does not have"
             )
-        try:
-            job = cls._from_description(file.description)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise JobError(f"{where} is not the file of a {cls.__name__}: {error}") from None
+        job = cls._described_by(file, where)
         job.name, job.path = file.name, where
         job._secret_file = None if file.own_secret else Path(file.secret_file)
         return job
@@ -256,6 +253,14 @@ class Job:
     def _from_description(cls, description: dict[str, Any]) -> Job:
         return cls(**description)
 
+    @classmethod
+    def _described_by(cls, file: JobFile, path: Path) -> Job:
+        """Return the job of a file's description. Arguments that an earlier release did not have get their defaults."""
+        try:
+            return cls._from_description(file.description)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise JobError(f"{path} is not the file of a {cls.__name__}: {error}") from None
+
     def apply(self, timeout: float = START_TIMEOUT_S) -> None:
         """Start the hosts that do not run yet, and return when all listen.
 
@@ -280,7 +285,7 @@ class Job:
         return file
 
     def _check_description(self, file: JobFile, cure: str) -> None:
-        if file.description != self._described():
+        if self._described_by(file, self.path)._described() != self._described():
             raise JobError(
                 f"{self.path} is of a job that was described differently: {cure}, or give this one another name"
             )

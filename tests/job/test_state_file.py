@@ -16,9 +16,10 @@ import pytest
 
 from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._job import state_file
+from monarch_backend._job.scheduled import ScheduledJob
 from monarch_backend._job.state_file import HostEntry
 from monarch_backend._transport.network.auth import new_secret, user_secret
-from monarch_backend.job import Job, JobError, LocalJob, ProcessJob, SPMDJob, SSHJob
+from monarch_backend.job import Job, JobError, KubernetesJob, LocalJob, ProcessJob, SlurmJob, SPMDJob, SSHJob
 from tests.support.waiting import wait_until
 
 
@@ -220,6 +221,35 @@ def test_loading_makes_the_same_job(tmp_path: Path) -> None:
     assert other._plans() == job._plans() and other.path == job.path
     assert [plan.reach for plan in other._plans()] == ["10.0.0.1", "::1", ""]
     job._forget(job._new_file(job.path))
+
+
+@pytest.mark.parametrize(
+    ("job", "added"),
+    [
+        (ProcessJob({"trainers": 1}), ["notice"]),
+        (SlurmJob().add_mesh("trainers", 1), ["notice", "tether"]),
+        (KubernetesJob().add_mesh("trainers", 1, image="i"), ["controller", "tether"]),
+        (SSHJob().add_mesh("trainers", ["a"]), ["notice"]),
+    ],
+)
+def test_file_of_a_release_with_fewer_arguments_is_of_the_same_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, added: list[str]
+) -> None:
+    monkeypatch.setattr(Job, "_start_missing", lambda *_: None)
+    monkeypatch.setattr(ScheduledJob, "_submit_new", lambda *_: None)
+    monkeypatch.setattr(ScheduledJob, "_wait_until_up", lambda *_: None)
+    path = tmp_path / "job.json"
+    job.dump(path)
+    content = json.loads(path.read_text())
+    for name in added:
+        del content["description"][name]
+    path.write_text(json.dumps(content))
+    loaded = Job.load(path)
+    assert loaded.can_run(job)
+    loaded.apply()
+    if not isinstance(job, SSHJob):
+        loaded.resize("trainers", 2)
+        assert len(Job.load(path)._plans()) == 2
 
 
 def test_command_that_waits_for_another_names_it_and_ends(
