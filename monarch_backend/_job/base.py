@@ -566,7 +566,8 @@ class Job:
         left = [(host, state) for host, state in zip(file.hosts, states, strict=True) if state != "gone"]
         if left:
             file.hosts = [host for host, _ in left]
-            state_file.write(self.path, file)
+            with contextlib.suppress(OSError):  # on a full disk the file keeps the ended ones, too
+                state_file.write(self.path, file)
             raise JobError("not ended: " + "; ".join(f"{host.label}: {state}" for host, state in left))
 
     def _forget(self, file: JobFile) -> None:

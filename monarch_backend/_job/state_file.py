@@ -133,14 +133,20 @@ def locked(path: Path, command: str, until: float | None = None, *, is_kill: boo
     fd = os.open(_beside(path, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
         _acquire(fd, path, until, is_kill)
-        os.ftruncate(fd, 0)  # a killed process leaves its text
-        os.pwrite(fd, f"{command}() of pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        _note_holder(fd, f"{command}() of pid {os.getpid()} on {socket.gethostname()}")
         try:
             yield
         finally:
-            os.ftruncate(fd, 0)
+            _note_holder(fd, "")
     finally:
         os.close(fd)
+
+
+def _note_holder(fd: int, holder: str) -> None:
+    """Replace the text of a lock's file, which a killed process leaves. On a full disk the lock has no text."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, holder.encode(), 0)
 
 
 def _acquire(fd: int, path: Path, until: float | None, is_kill: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -114,6 +115,26 @@ def test_kill_ends_hosts_and_deletes_the_state_file(tmp_path: Path, sleeper: Any
     with pytest.raises(JobError, match="there is no job: no file"):
         Job.load(path)
     ProcessJob({"trainers": 1}, path=path).kill()  # there is no job, so this has no effect
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_kill_on_a_full_disk_ends_the_hosts(
+    tmp_path: Path, sleeper: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    job = noted(tmp_path / "job.json", Identity.of(sleeper.pid))
+
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    for name in ("ftruncate", "pwrite", "fsync"):
+        monkeypatch.setattr(os, name, fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(ProcessJob, "_end", lambda *_: ["unknown: no answer"])
+        with pytest.raises(JobError, match=r"not ended: trainers.*: unknown: no answer"):
+            job.kill()
+    job.kill()
+    assert sleeper.wait(5) == -signal.SIGINT
+    assert not job.path.exists()
 
 
 def test_process_that_ignores_sigterm_gets_sigkill(tmp_path: Path) -> None:
