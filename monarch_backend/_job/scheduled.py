@@ -92,7 +92,7 @@ class ScheduledJob(Job):
         """Submit the whole job, and return the names that the scheduler has given to it, for `JobFile.submitted`.
 
         Raises JobError with the scheduler's reason, after it has removed what it has submitted. Raises NotRemovedError
-        if it could not remove it.
+        if it could not remove it. After any error with `JobFile.unanswered_at` the job's file stays, too.
         """
 
     @abstractmethod
@@ -140,9 +140,11 @@ class ScheduledJob(Job):
             file.submitted = self._submit(file, read_secret(Path(file.secret_file)))
         except NotRemovedError:
             raise
-        except BaseException:
-            self._forget(file)
+        except BaseException:  # Ctrl-C, too
+            if not file.unanswered_at:
+                self._forget(file)
             raise
+        file.unanswered_at = 0.0
         state_file.write(self.path, file)
 
     def _wait_until_up(self, job: str, until: float) -> None:

@@ -65,7 +65,8 @@ class JobFile(msgspec.Struct):
     """Content of a job's file. ``machine``: where it was applied. ``description``: the arguments of the job.
 
     ``submitted``: the names that a scheduler has given to the job, such as the number of a Slurm job. ``is_begun``: a
-    submission was begun. The scheduler may have the job although ``submitted`` is empty.
+    submission was begun. The scheduler may have the job although ``submitted`` is empty. ``unanswered_at``: when a
+    submission was begun whose outcome is not known, in seconds since 1970; 0 if there is none.
     """
 
     version: int
@@ -79,6 +80,7 @@ class JobFile(msgspec.Struct):
     hosts: list[HostEntry]
     submitted: dict[str, Any] = {}
     is_begun: bool = False
+    unanswered_at: float = 0.0
 
 
 class _OnlyVersion(msgspec.Struct):

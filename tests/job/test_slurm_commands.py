@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,21 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
         return log
 
     return make
+
+
+@pytest.fixture
+def queue(script: Callable[[str, str], Path], tmp_path: Path) -> Path:
+    """Return the file with the numbers of queued jobs, which all have the name that is asked for."""
+    jobs = tmp_path / "queue"
+    jobs.touch()
+    script("squeue", f"cat {jobs}")
+    script("scancel", f'case $1 in --name=*) : > {jobs};; *) sed -i "/^$1$/d" {jobs};; esac')
+    ended = RUNNING.replace("RUNNING", "CANCELLED")
+    script("scontrol", f'grep -qx $4 {jobs} && echo "{RUNNING}" || echo "{ended}"')
+    return jobs
+
+
+NO_ANSWER = 'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1'
 
 
 def test_json_is_read_where_scontrol_prints_it(script: Callable[[str, str], Path]) -> None:
@@ -97,7 +113,7 @@ def test_job_that_was_submitted_by_a_killed_program_is_found_by_its_name(
     job.dump(tmp_path / "copies.json")
     assert Job.load(tmp_path / "copies.json")._folder == tmp_path / "job.slurm"  # type: ignore[attr-defined]
     Job.load(job.path).kill()
-    assert scancel.read_text() == "42\n"
+    assert re.fullmatch(r"42\n--name=monarch-killed-\w+\n", scancel.read_text())
     assert "--name=monarch-killed-" in squeue.read_text()
 
 
@@ -120,38 +136,152 @@ def test_job_that_is_accepted_after_sbatch_has_given_up_is_cancelled(
 
 
 def test_job_that_may_be_accepted_later_stays_for_kill(
-    script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
-    script("sbatch", 'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1')
-    script("squeue", f"[ -e {tmp_path}/accepted ] && echo 42; :")
-    scancel = script("scancel", "")
+    script("sbatch", NO_ANSWER)
     job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
     with pytest.raises(JobError, match=r"Slurm may still accept .*: apply\(\) finds it then, and kill\(\) ends it"):
         job.apply()
-    assert job.active
-    scancel.unlink()
-    (tmp_path / "accepted").touch()
-    script("scontrol", f'echo "{RUNNING.replace("RUNNING", "CANCELLED")}"')
+    for _ in range(2):
+        with pytest.raises(JobError, match=r"may still accept .*not found yet: call kill\(\) again in 1[12]\d s"):
+            Job.load(job.path).kill()
+        assert job.active
+    queue.write_text("42\n")
     Job.load(job.path).kill()
-    assert scancel.read_text() == "42\n"
+    assert not queue.read_text()
+    assert not job.path.exists()
 
 
-def test_interrupted_submission_cancels_the_job(
-    script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_job_that_was_not_accepted_in_time_is_forgotten(
+    script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
-    script("squeue", "")
-    scancel = script("scancel", "")
+    script("sbatch", NO_ANSWER)
+    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
+    with pytest.raises(JobError, match="Slurm may still accept"):
+        job.apply()
+    monkeypatch.setattr(slurm_job, "ACCEPT_TIMEOUT_S", 0.0)
+    job.kill()
+    assert not job.path.exists()
+
+
+def test_kill_looks_for_a_job_that_is_accepted_meanwhile(
+    script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
+    script("sbatch", NO_ANSWER)
+    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
+    with pytest.raises(JobError, match="Slurm may still accept"):
+        job.apply()
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 30.0)
+    script("squeue", f"cat {queue}; [ -e {tmp_path}/asked ] || echo 42 > {queue}; : > {tmp_path}/asked")
+    job.kill()
+    assert not queue.read_text()
+    assert not job.path.exists()
+
+
+def test_late_job_of_an_earlier_submission_is_cancelled_with_the_present_one(
+    script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
+    script("sbatch", NO_ANSWER)
+    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
+    with pytest.raises(JobError, match="Slurm may still accept"):
+        job.apply()
+    sbatch = script("sbatch", f"echo 43 >> {queue}; echo 43")
+    sbatch.unlink()
+    with pytest.raises(JobError, match=r"may still accept .*Call apply\(\) again in 1[12]\d s, or kill\(\)"):
+        job.apply(wait=False)
+    assert not sbatch.exists()
+    monkeypatch.setattr(slurm_job, "ACCEPT_TIMEOUT_S", 0.0)
+    job.apply(wait=False)
+    queue.write_text("43\n42\n")
+    asked = tmp_path / "scontrol.log"
+    Job.load(job.path).kill()
+    assert not queue.read_text()
+    assert {each.split()[-1] for each in asked.read_text().splitlines()} == {"42", "43"}  # it waits for both
+    assert not job.path.exists()
+
+
+def test_late_job_is_taken_by_the_next_apply(
+    script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
+    script("sbatch", NO_ANSWER)
+    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
+    with pytest.raises(JobError, match="Slurm may still accept"):
+        job.apply()
+    queue.write_text("42\n")
+    job.apply(wait=False)
+    file = state_file.read(job.path)
+    assert file is not None
+    assert (file.submitted["job"], file.unanswered_at) == (42, 0.0)
+
+
+def test_outage_of_a_second_apply_keeps_the_file_of_an_open_submission(
+    script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
+    script("sbatch", NO_ANSWER)
+    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
+    with pytest.raises(JobError, match="Slurm may still accept"):
+        job.apply()
+    script("squeue", 'echo "squeue: error: no such partition" >&2; exit 1')
+    with pytest.raises(JobError, match="no such partition"):
+        job.apply()
+    assert job.active
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_interrupted_submission_cancels_the_job(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = SlurmJob(name="interrupted", path=tmp_path / "job.json").add_mesh("trainers", 1)
 
-    def interrupted(*_: Any) -> int:
+    def accepted(*_: Any) -> int:
+        queue.write_text("42\n")
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(job, "_sbatch", accepted)
+    with pytest.raises(KeyboardInterrupt):
+        job.apply()
+    assert not queue.read_text()
+    assert not job.path.exists()
+
+
+def test_interrupted_submission_that_is_not_found_stays_for_kill(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
+    job = SlurmJob(name="interrupted", path=tmp_path / "job.json").add_mesh("trainers", 1)
     monkeypatch.setattr(job, "_sbatch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         job.apply()
-    assert scancel.read_text().startswith("--name=monarch-interrupted-")
+    assert re.search(r"looking for the submission of monarch-interrupted-\w+ for 0 s, to cancel it", caplog.text)
+    assert re.search(r"Slurm may still accept monarch-interrupted-\w+: apply\(\) finds it then", caplog.text)
+    with pytest.raises(JobError, match=r"call kill\(\) again in"):
+        job.kill()
+    queue.write_text("42\n")
+    job.kill()
+    assert not queue.read_text()
+    assert not job.path.exists()
+
+
+def test_second_interruption_of_a_submission_leaves_the_job_to_kill(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = SlurmJob(name="twice", path=tmp_path / "job.json").add_mesh("trainers", 1)
+    monkeypatch.setattr(job, "_sbatch", interrupted)
+    with monkeypatch.context() as patched:
+        patched.setattr("time.sleep", interrupted)  # between two searches
+        with pytest.raises(KeyboardInterrupt):
+            job.apply()
+    assert re.search(r"monarch-twice-\w+ may be submitted: end it with kill\(\)", caplog.text)
+    queue.write_text("42\n")
+    job.kill()
+    assert not queue.read_text()
     assert not job.path.exists()
 
 
@@ -170,7 +300,7 @@ def test_submission_that_cannot_be_cancelled_stays_for_kill(
     scancel.unlink()
     script("scontrol", f'echo "{RUNNING.replace("RUNNING", "CANCELLED")}"')
     Job.load(job.path).kill()
-    assert scancel.read_text() == "42\n"
+    assert re.fullmatch(r"--name=monarch-job-\w+\n", scancel.read_text())
     assert not job.path.exists()
 
 
@@ -253,7 +383,7 @@ def test_options_of_the_users_environment_do_not_hide_jobs(
 ) -> None:
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     script("squeue", '[ -z "$SQUEUE_PARTITION" ] && echo 42')
-    assert commands.find_by_name("x") == 42
+    assert commands.find_by_name("x") == [42]
 
 
 @pytest.mark.parametrize("name", ["squeue", "scontrol", "sinfo", "scancel", "sbatch"])

@@ -95,11 +95,11 @@ def show(number: int) -> list[SlurmRecord]:
         raise JobError(f"the output of scontrol is not understood ({error!r}); is SLURM_CONF right?") from error
 
 
-def find_by_name(name: str) -> int | None:
-    """Return the number of this user's job with a name."""
+def find_by_name(name: str) -> list[int]:
+    """Return the numbers of this user's jobs with a name. More than one: a submission was accepted late."""
     user = str(os.geteuid())
     found = _ask("squeue", "--noheader", f"--user={user}", f"--name={name}", "--format=%i").split()
-    return int(found[0].partition("+")[0]) if found else None
+    return list(dict.fromkeys(int(each.partition("+")[0]) for each in found))  # one for each component
 
 
 def find_step(number: int | None, name: str) -> str | None:
@@ -128,7 +128,7 @@ def drained_nodes(nodes: str) -> dict[str, str]:
 
 
 def cancel(what: str) -> None:
-    """Cancel a job or a step. Do nothing if it has ended already. Raises JobError."""
+    """Cancel a job, a step, or all jobs with a name: "--name=NAME". Do nothing if it has ended. Raises JobError."""
     try:
         run(["scancel", what])
     except _CommandError as error:

@@ -16,14 +16,15 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import Self
 
 from monarch_backend._core.state import make_private
 from monarch_backend._core.timeouts import check_timeout
+from monarch_backend._job import state_file
 from monarch_backend._job.base import Job, check_host_count, check_mesh_name, check_variables, with_meshes
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.scheduled import POLL_INTERVAL_S, NotRemovedError, Replica, ScheduledJob, log
@@ -38,6 +39,8 @@ REMOVE_TIMEOUT_S = 120.0
 """Seconds for a cancelled job to end on all nodes. Slurm kills its processes after KillWait, by default 30 s."""
 WITHDRAW_TIMEOUT_S = 10.0
 """Seconds in which a job is looked for whose submission was not answered, to cancel it."""
+ACCEPT_TIMEOUT_S = 120.0
+"""Seconds from the start of a submission in which Slurm may accept it. sbatch waits for half of them at most."""
 SRUN_END_TIMEOUT_S = 10.0
 MAX_NOTICE_S = 65535.0
 """Limit of sbatch's --signal."""
@@ -46,6 +49,8 @@ STEP_START_TIMEOUT_S = 30.0
 
 _RESOURCES = ("partition", "account", "qos", "time", "gpus_per_node", "cpus_per_node", "memory_per_node", "exclusive",
               "constraint", "options")  # fmt: skip
+
+_T = TypeVar("_T")
 
 
 class SlurmJob(ScheduledJob):
@@ -189,13 +194,21 @@ class SlurmJob(ScheduledJob):
         name = _slurm_name(file)
         if self._in_allocation:
             return self._start_step(file, name)
-        number = commands.find_by_name(name)  # submitted by a program that died before it wrote the number
-        if number is None:
+        # A program may have died before it wrote the number. Two open submissions would become two jobs.
+        seconds = WITHDRAW_TIMEOUT_S if _accept_time_left(file) else 0.0
+        if found := _search(lambda: commands.find_by_name(name), seconds):
+            number = found[0]
+        elif left := _accept_time_left(file):
+            raise NotRemovedError(f"{_not_answered(name)}. Call apply() again in {left} s, or kill()")
+        else:
             _remove_reports(self._folder)
+            (self._folder / "batch.log").unlink(missing_ok=True)
+            file.unanswered_at = time.time()
+            state_file.write(self.path, file)
             try:
                 number = self._sbatch(file, name)
             except BaseException as error:  # Ctrl-C, too, after which it may have been submitted
-                _withdraw(name, error)
+                _withdraw(file, error)
                 raise
         return {"job": number, "folder": str(self._folder)}
 
@@ -208,7 +221,6 @@ class SlurmJob(ScheduledJob):
             words += ["--requeue" if self._requeue else "--no-requeue"]
             words += [f"--signal={NOTICE_SIGNAL.name[3:]}@{math.ceil(self._notice)}"] if self._notice else []
             words += [f"--nodes={sum(meshes.values())}", "--ntasks-per-node=1", *_sbatch_words(resources)]
-        (self._folder / "batch.log").unlink(missing_ok=True)
         said = commands.run(words, self._script(file))
         if not (found := re.match(r"\s*(\d+)", said)):
             raise JobError(f"sbatch has printed no number of a job: {said.strip()!r}")
@@ -354,16 +366,22 @@ class SlurmJob(ScheduledJob):
     # ---- end
 
     def _remove(self, file: JobFile) -> None:
-        number, step = file.submitted.get("job"), file.submitted.get("step")
-        if number is None and self._in_allocation:
-            step = commands.find_step(None, _slurm_name(file))
-            number = None if step is None else int(step.partition(".")[0])
-        elif number is None:
-            number = commands.find_by_name(_slurm_name(file))
-        if number is None:
-            return
-        commands.cancel(str(step or number))
-        ended = functools.partial(self._has_ended, number, step and _slurm_name(file))
+        number, step, name = file.submitted.get("job"), file.submitted.get("step"), _slurm_name(file)
+        seconds = WITHDRAW_TIMEOUT_S if file.is_begun and number is None else 0.0
+        if step is not None or (number is None and self._in_allocation):
+            step = step or _search(lambda: commands.find_step(None, name), seconds)
+            if step is None:
+                return
+            commands.cancel(step)
+            ended = functools.partial(_step_that_runs, int(step.partition(".")[0]), name)
+        else:
+            if number is not None:
+                commands.cancel(str(number))
+            found = _search(lambda: commands.find_by_name(name), seconds)
+            commands.cancel(f"--name={name}")  # also a job of an earlier submission that was accepted late
+            if number is None and not found and (left := _accept_time_left(file)):
+                raise JobError(f"{_not_answered(name)}. It was not found yet: call kill() again in {left} s")
+            ended = functools.partial(_jobs_that_run, {*([] if number is None else [number]), *found})
         until = time.monotonic() + REMOVE_TIMEOUT_S
         while why := ended():
             if time.monotonic() > until:
@@ -372,43 +390,72 @@ class SlurmJob(ScheduledJob):
         while self._steps:
             _reap(self._steps.pop(), is_ending=True)
 
-    @staticmethod
-    def _has_ended(number: int, step_name: str | None) -> str:
-        """Return why a job or step has not ended, or ''."""
-        if step_name:
-            step = commands.find_step(number, step_name)
-            return f"step {step} runs" if step else ""
-        return "; ".join(
-            f"{each}{' is completing' if each.is_completing else ''}"
-            for each in commands.show(number)
-            if each.is_completing or not each.has_ended
-        )
-
     def _forget(self, file: JobFile) -> None:
         folder = self._folder
         super()._forget(file)
         _remove_reports(folder)
 
 
-def _withdraw(name: str, error: BaseException) -> None:
+def _step_that_runs(number: int, name: str) -> str:
+    step = commands.find_step(number, name)
+    return f"step {step} runs" if step else ""
+
+
+def _jobs_that_run(numbers: Collection[int]) -> str:
+    return "; ".join(
+        f"{each}{' is completing' if each.is_completing else ''}"
+        for number in numbers
+        for each in commands.show(number)
+        if each.is_completing or not each.has_ended
+    )
+
+
+def _search(find: Callable[[], _T], seconds: float) -> _T:
+    """Return what ``find`` returns, once or until it finds something within ``seconds``."""
+    until = time.monotonic() + seconds
+    while not (found := find()) and time.monotonic() < until:
+        time.sleep(0.2)
+    return found
+
+
+def _accept_time_left(file: JobFile) -> int:
+    """Return the seconds in which Slurm may still accept a submission without a known outcome; 0 if there is none."""
+    age = abs(time.time() - file.unanswered_at)  # another machine's clock may differ
+    return max(0, math.ceil(ACCEPT_TIMEOUT_S - age))
+
+
+def _not_answered(name: str) -> str:
+    return f"Slurm may still accept {name}, whose submission was not answered"
+
+
+def _withdraw(file: JobFile, error: BaseException) -> None:
     """Cancel a job whose submission has failed. slurmctld may accept it later than sbatch has waited.
 
-    Raises NotRemovedError if it may still accept it.
+    `JobFile.unanswered_at` is 0 afterwards if Slurm cannot accept it any more. Otherwise raises NotRemovedError, or
+    after an interruption logs what to do, so that the interruption goes on as itself.
     """
-    is_open = commands.is_outage(error) or not isinstance(error, JobError)
-    until = time.monotonic() + (WITHDRAW_TIMEOUT_S if is_open else 0.0)
+    name = _slurm_name(file)
+    is_interrupted = not isinstance(error, JobError)
+    is_open = is_interrupted or commands.is_outage(error)
+    if is_interrupted:
+        log.warning("looking for the submission of %s for %g s, to cancel it", name, WITHDRAW_TIMEOUT_S)
+    advice = f"{name} may be submitted: end it with kill()"
     try:
-        while is_missing := commands.find_by_name(name) is None:
-            if time.monotonic() >= until:
-                break
-            time.sleep(0.2)
+        found = _search(lambda: commands.find_by_name(name), WITHDRAW_TIMEOUT_S if is_open else 0.0)
         commands.cancel(f"--name={name}")
     except JobError as left:
-        raise NotRemovedError(f"{error}; {name} may be submitted: end it with kill() ({left})") from error
-    if is_missing and commands.is_outage(error):
-        raise NotRemovedError(
-            f"{error}; Slurm may still accept {name}: apply() finds it then, and kill() ends it"
-        ) from error
+        advice = f"{advice} ({left})"
+    except BaseException:  # a second Ctrl-C
+        log.warning("%s", advice)
+        raise
+    else:
+        if found or not is_open:
+            file.unanswered_at = 0.0
+            return
+        advice = f"Slurm may still accept {name}: apply() finds it then, and kill() ends it"
+    if not is_interrupted:
+        raise NotRemovedError(f"{error}; {advice}") from error
+    log.warning("%s", advice)
 
 
 def _reap(step: subprocess.Popen[bytes], *, is_ending: bool = False) -> None:
