@@ -169,7 +169,7 @@ class ScheduledJob(Job):
             self._wait_for_change(min(self.poll_interval_s, max(0.0, until - time.monotonic())))
         hosts = [each.entry for each in replicas]
         if hosts != file.hosts:
-            with state_file.locked(self.path, "apply"):
+            with state_file.locked(self.path, "apply", until):
                 file = self._read()
                 if file is not None and file.id == job:
                     file.hosts = hosts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,6 +131,23 @@ def test_wait_is_logged_and_its_timeout_names_the_reasons(
     del scheduler.states["trainers", 1]
     job.apply(timeout=5)
     assert [each.state for each in job.status()] == ["up", "up"]
+
+
+def test_lock_of_another_command_does_not_lengthen_the_wait(
+    job: MemoryJob, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "LOCK_NOTICE_S", 0.0)
+    monkeypatch.setattr(state_file, "LOCK_TIMEOUT_S", 5.0)
+    with contextlib.ExitStack() as other:
+
+        def find(file: JobFile) -> Sequence[Replica]:
+            other.enter_context(state_file.locked(job.path, "resize"))
+            return MemoryJob._find(job, file)
+
+        monkeypatch.setattr(job, "_find", find)
+        with pytest.raises(JobError, match=r"in use by resize\(\) of pid .*, for 0 s"):
+            job.apply(timeout=0.1)
+    assert job.active
 
 
 def test_host_that_cannot_start_ends_the_wait_at_once(job: MemoryJob, scheduler: Scheduler) -> None:
