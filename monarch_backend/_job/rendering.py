@@ -66,8 +66,7 @@ def torchx_app(
     pip install torchx
     """
     count, variables = check_host_count("hosts", hosts), check_variables(env or {})
-    # TorchX substitutes ${...} in arguments, and takes $$ for $.
-    run = f"exec {_command(program)}".replace("$", "$$")
+    run = _escaped(f"exec {_command(program)}")
     try:
         from torchx import specs
     except ImportError as error:
@@ -76,10 +75,15 @@ def torchx_app(
     exports = f'export MASTER_ADDR="{first}" RANK={specs.macros.replica_id} WORLD_SIZE={count} LOCAL_RANK=0'
     role = specs.Role(
         name="hosts", image=image, entrypoint="bash", args=["-c", f"{exports} MASTER_PORT={port}\n{run}"],
-        env=variables, num_replicas=count, resource=specs.Resource(cpu=cpu, gpu=gpu, memMB=memory_mib),
-        port_map={"rendezvous": port},
+        env={key: _escaped(value) for key, value in variables.items()}, num_replicas=count,
+        resource=specs.Resource(cpu=cpu, gpu=gpu, memMB=memory_mib), port_map={"rendezvous": port},
     )  # fmt: skip
     return specs.AppDef(name=name, roles=[role])
+
+
+def _escaped(text: str) -> str:
+    """Return a text that TorchX leaves as it is. TorchX substitutes ${...} in arguments and values, and $$ by $."""
+    return text.replace("$", "$$")
 
 
 def _command(program: Sequence[str]) -> str:

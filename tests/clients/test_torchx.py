@@ -23,11 +23,12 @@ print("processes:", host_mesh_from_env().spawn_procs({"gpus": 2}).size())
 def test_dry_run_has_a_replica_for_each_host(tmp_path: Path) -> None:
     from torchx.runner import get_runner
 
-    app = torchx_app(["python", "train.py"], 2, name="train", image=str(tmp_path), env={"A": "b"})
+    value = "${replica_id} costs $5 or $$6"
+    app = torchx_app(["python", "train.py"], 2, name="train", image=str(tmp_path), env={"A": value})
     with get_runner() as runner:
         request: Any = runner.dryrun(app, "local_cwd", {"log_dir": str(tmp_path)}).request
     replicas = request.role_params["hosts"]
-    assert [each.env["A"] for each in replicas] == ["b", "b"]
+    assert [each.env["A"] for each in replicas] == [value, value]
     for rank, each in enumerate(replicas):
         assert each.args[2].startswith(f'export MASTER_ADDR="${{TORCHX_RANK0_HOST:=localhost}}" RANK={rank} ')
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from string import Template
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,10 @@ def test_replicas_of_torchx_are_ranks_of_the_first_replica(monkeypatch: pytest.M
         Role=SimpleNamespace, Resource=SimpleNamespace, AppDef=SimpleNamespace,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "torchx", SimpleNamespace(specs=specs))  # type: ignore[arg-type]
-    [role] = torchx_app([*PROGRAM, *VARIABLES], 3, gpu=8, port=1234).roles
+    given = {"COST": "$5 or $$6", "NAME": "${app_id}"}
+    [role] = torchx_app([*PROGRAM, *VARIABLES], 3, gpu=8, port=1234, env=given).roles
+    # As macros.Values of TorchX does.
+    assert {key: Template(value).safe_substitute(app_id="app") for key, value in role.env.items()} == given
     assert (role.num_replicas, role.resource.gpu) == (3, 8)
     shell = role.args[1].replace("${rank0_env}", "FIRST").replace("${replica_id}", "2").replace("$$", "$")
     assert printed(shell, FIRST="10.0.0.1") == "2 3 0 10.0.0.1 1234 $HOME\n"
