@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from monarch_backend._core.limits import ResourceLimitError, start_thread
+
+log = logging.getLogger("monarch_backend")
 
 K = TypeVar("K")
 
@@ -62,17 +65,29 @@ class LossReasons(Generic[K]):
                 self._close(loss, f"the reason could not be asked: {error}")
 
     def _run(self) -> None:
-        while losses := self._still_open():
-            try:
-                reasons = self._ask([loss.host for loss in losses])
-            except Exception as error:
-                reasons = [LossReason(f"the reason could not be asked: {error}", True)] * len(losses)
-            now = time.monotonic()
-            for loss, reason in zip(losses, reasons, strict=True):
-                if reason.is_final or now > loss.until:
+        try:
+            while losses := self._still_open():
+                self._ask_for(losses)
+                with contextlib.suppress(Exception):  # the next question has the same error
+                    self._wait()
+        except BaseException:  # the next loss starts a thread again
+            with self._lock:
+                self._is_asking = False
+            raise
+
+    def _ask_for(self, losses: Sequence[_Loss[K]]) -> None:
+        try:
+            answers = list(zip(losses, self._ask([loss.host for loss in losses]), strict=True))
+        except Exception as error:
+            reason = LossReason(f"the reason could not be asked: {error}", True)
+            answers = [(loss, reason) for loss in losses]
+        now = time.monotonic()
+        for loss, reason in answers:
+            if reason.is_final or now > loss.until:
+                try:
                     self._close(loss, reason.text)
-            with contextlib.suppress(Exception):  # the next question has the same error
-                self._wait()
+                except Exception:  # the others are still to be reported
+                    log.exception("the loss of host %s could not be reported (%s)", loss.host, reason.text)
 
     def _still_open(self) -> list[_Loss[K]]:
         """Return the losses without a reason. If there are none, the thread ends."""

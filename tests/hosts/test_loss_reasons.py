@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from monarch_backend._hosts.loss_reasons import LossReason, LossReasons
 from tests.support.waiting import wait_until
 
@@ -86,3 +88,45 @@ def test_error_of_the_question_is_the_reason() -> None:
     LossReasons(ask, 2.0, nothing).find(1, reported.append, Timers().later)
     wait_until(lambda: reported)
     assert reported == ["the reason could not be asked: no route"]
+
+
+def test_failed_report_is_logged_and_the_others_follow(caplog: pytest.LogCaptureFixture) -> None:
+    reported, are_two_lost = list[str](), threading.Event()
+
+    def ask(hosts: Sequence[int]) -> list[LossReason]:
+        assert are_two_lost.wait(30)
+        return [LossReason(f"node {host} has failed", True) for host in hosts]
+
+    def fail(_: str) -> None:
+        raise RuntimeError("no such mesh")
+
+    reasons, timers = LossReasons(ask, 30.0, nothing), Timers()
+    reasons.find(1, fail, timers.later)
+    reasons.find(2, reported.append, timers.later)
+    are_two_lost.set()
+    wait_until(lambda: reported)
+    assert reported == ["node 2 has failed"]
+    assert "the loss of host 1 could not be reported (node 1 has failed)" in caplog.text
+    assert "RuntimeError: no such mesh" in caplog.text
+
+
+def test_missing_answers_are_an_error_of_the_question() -> None:
+    reported = list[str]()
+    LossReasons(lambda _: [], 2.0, nothing).find(1, reported.append, Timers().later)
+    wait_until(lambda: reported)
+    assert reported[0].startswith("the reason could not be asked: zip() argument 2 is shorter")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_loss_after_the_end_of_the_thread_is_asked_for() -> None:
+    reported = list[str]()
+
+    def end(_: str) -> None:
+        raise SystemExit
+
+    reasons, timers = LossReasons(lambda hosts: [LossReason("failed", True)] * len(hosts), 30.0, nothing), Timers()
+    reasons.find(1, end, timers.later)
+    wait_until(lambda: not threads())
+    reasons.find(2, reported.append, timers.later)
+    wait_until(lambda: reported)
+    assert reported == ["failed"]
