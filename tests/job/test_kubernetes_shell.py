@@ -91,6 +91,20 @@ def test_large_output_and_success(cluster: Cluster) -> None:
     assert code == 0 and out == bytes(1_000_000)
 
 
+def test_large_input_with_larger_output_is_passed(cluster: Cluster) -> None:
+    """Both directions are full at the same time, in which case each side has to read in order to send."""
+    given = os.urandom(8 << 20)
+    code, out, error = cluster.run("-i", str(cluster.job.path), "0", "--", "od", "-v", "-c", stdin=given)
+    assert code == 0, error
+    assert out == subprocess.run(["od", "-v", "-c"], input=given, capture_output=True, check=True).stdout
+
+
+def test_command_that_does_not_read_its_input_ends_with_its_exit_code(cluster: Cluster) -> None:
+    command = ["-i", str(cluster.job.path), "0", "--", "sh", "-c", "echo out; exit 4"]
+    code, out, error = cluster.run(*command, stdin=bytes(8 << 20))
+    assert (code, out, error) == (4, b"out\n", "")
+
+
 @pytest.mark.parametrize("protocol", [exec_server.V5, exec_server.V4])
 def test_standard_input_is_passed_and_its_end_with_v5(cluster: Cluster, protocol: str) -> None:
     cluster.protocols = (protocol,)

@@ -32,6 +32,9 @@ class Execution:
     def __init__(self, connection: Any, what: str, *, is_tty: bool) -> None:
         self._connection, self._what, self._is_tty = connection, what, is_tty
         self._status = b""
+        self._unsent = bytearray()
+        """Frames that wait until they can be sent. A blocking send could last until this process reads."""
+        connection.send_frame = self._queue
 
     def run(self, stdin: int | None) -> int:
         """Copy between descriptors of this process and the command, and return its exit code.
@@ -40,7 +43,7 @@ class Execution:
         Raises JobError if the command cannot be started, or if the connection ends before the command.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._connection.close)
+            stack.callback(self._close)
             sizes = None
             if self._is_tty and stdin is not None and os.isatty(stdin):
                 stack.enter_context(_raw(stdin))
@@ -51,15 +54,20 @@ class Execution:
 
     def _copy(self, stdin: int | None, terminal: int | None, sizes: socket.socket | None) -> None:
         there = self._connection.sock
-        poll = select.poll()
-        for each in (there, stdin, sizes):
-            if each is not None:
-                poll.register(each, select.POLLIN)
+        there.setblocking(False)
         while True:
+            poll = select.poll()
+            poll.register(there, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            if stdin is not None and not self._unsent:
+                poll.register(stdin, select.POLLIN)
+            if sizes is not None:
+                poll.register(sizes, select.POLLIN)
             # TLS may hold a whole frame that poll() does not see.
             is_pending = isinstance(there, ssl.SSLSocket) and there.pending() > 0
-            ready = {there.fileno()} if is_pending else {fd for fd, _ in poll.poll()}
-            if there.fileno() in ready and not self._receive():
+            ready = dict(poll.poll(0 if is_pending else None))
+            if self._unsent and not self._send_some():
+                stdin = sizes = None  # what the command has written before can still be read
+            if (is_pending or ready.get(there.fileno(), 0) & ~select.POLLOUT) and not self._receive():
                 return
             if sizes is not None and terminal is not None and sizes.fileno() in ready:
                 sizes.recv(CHUNK_BYTES)
@@ -69,16 +77,44 @@ class Execution:
                 if data:
                     self._send(STDIN, data)
                 else:
-                    poll.unregister(stdin)
                     stdin = None
                     self._end_input()
 
+    def _queue(self, frame: Any) -> int:
+        """Take the place of the connection's `send_frame`, through which it also answers pings."""
+        data = frame.format()
+        self._unsent += data
+        return len(data)
+
+    def _send_some(self) -> bool:
+        """Send what can be sent without waiting. Return False if nothing can be sent any more."""
+        try:
+            sent = self._connection.sock.send(self._unsent)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return True
+        except OSError:
+            self._unsent.clear()
+            return False
+        del self._unsent[:sent]
+        return True
+
+    def _close(self) -> None:
+        connection = self._connection
+        if connection.connected and not self._unsent:
+            connection.send_close()
+        if connection.sock is not None and self._unsent:
+            connection.sock.setblocking(False)
+            self._send_some()
+        connection.shutdown()
+
     def _receive(self) -> bool:
-        """Take one frame. Return False at the end of the connection."""
+        """Take one frame, or a part of it. Return False at the end of the connection."""
         from websocket import WebSocketException
 
         try:
             opcode, frame = self._connection.recv_data_frame(True)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return True  # a part of a frame, which the connection keeps
         except (WebSocketException, OSError):
             return False
         if opcode == _CLOSE_FRAME:
