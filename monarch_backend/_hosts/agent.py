@@ -71,6 +71,9 @@ from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
 log = logging.getLogger("monarch_backend")
 
+NEVER_ATTACHED = 3
+"""Exit code of an agent whose controller has not attached this host, such as because another host did not answer."""
+
 LOOPBACK_LINK = -9
 """Link on which the agent's own router receives frames from other hosts that are addressed to the agent."""
 
@@ -173,6 +176,7 @@ class AgentProcess:
         self._is_added = False  # the controller has added this host, and takes reports on it
         self._ending_is_reported = False
         self._listener: socket.socket | None = None
+        self.was_attached = False
 
     def run(self) -> None:
         self._progress.start()
@@ -423,8 +427,10 @@ class AgentProcess:
             self._until[message.id] = time.monotonic() + message.patience
             self._tcp.call_soon(lambda: self._ask(message))
         elif isinstance(message, Finish):
+            self.was_attached = self.was_attached and not message.attach_failed
             self._finish("its controller ends")
         elif isinstance(message, Hosts):
+            self.was_attached = True
             self._known.update(message.known)
             self._ways.update(message.ways)
             self._is_added = True  # the first message after the controller has added this host
@@ -556,7 +562,10 @@ def main(plan: Plan) -> None:
         return secret
 
     allow_descriptors()  # each process here needs two pipes, a link and a pidfd
-    AgentProcess(plan, next_secret).run()
+    process = AgentProcess(plan, next_secret)
+    process.run()
+    if not plan.home and not process.was_attached:
+        raise SystemExit(NEVER_ATTACHED)
 
 
 def _is_code(entry: str) -> bool:

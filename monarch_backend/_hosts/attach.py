@@ -193,8 +193,9 @@ class HostRegistry(RuntimeExtension):
         self._program.router.tell(agent, AgentFrame(), protocol.encode(message))
 
     def dismiss(self, agents: Sequence[str]) -> None:
+        """End agents because other hosts could not be attached."""
         for token in agents:
-            self._say(self._program.router.peer(token), Finish())
+            self._say(self._program.router.peer(token), Finish(attach_failed=True))
 
     def _add(self, answer: Attached, address: tuple[str, int], through: Host | None, secret: bytes) -> Host:
         owner = self._program

@@ -64,6 +64,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._agents: dict[int, str] = {}  # tokens of agents, by the spawner's numbers
         self._last_agent_end = time.monotonic()
+        self._had_controller = False  # one that has attached this host
         self.is_without_controller = False  # it ends for that reason
         self._ending: tuple[float, str] | None = None  # monotonic time of this host's end, and the reason
         self._tcp = Tcp(
@@ -88,17 +89,17 @@ class Daemon:
     def end_without_controller(self, seconds: float, first: float = 0.0) -> None:
         """Send SIGTERM to this process when no controller has been attached for ``seconds``. Returns at once.
 
-        ``first``: seconds until the first controller must be attached, if longer.
+        ``first``: seconds until the first controller must be attached, if longer. They begin again when one has tried.
         """
         with self._lock:
-            if first > seconds:
-                self._last_agent_end += first - seconds
-            attached, left = bool(self._agents), self._last_agent_end + seconds - time.monotonic()
+            limit = seconds if self._had_controller else max(first, seconds)
+            attached, left = bool(self._agents), self._last_agent_end + limit - time.monotonic()
         if attached or left > 0:
             # A controller may come and go before ``left`` is over.
-            self._tcp.later(seconds if attached else min(left, seconds), lambda: self.end_without_controller(seconds))
+            wait = seconds if attached else min(left, seconds)
+            self._tcp.later(wait, lambda: self.end_without_controller(seconds, first))
             return
-        log.warning("this host ends: no controller has been attached for %g s", seconds)
+        log.warning("this host ends: no controller has been attached for %g s", limit)
         self.is_without_controller = True
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -175,8 +176,11 @@ class Daemon:
             with self._lock:
                 token = self._agents.pop(event.id, "")
                 self._last_agent_end = time.monotonic()
+                never_attached = isinstance(event, SpawnFailed) or event.returncode == agent.NEVER_ATTACHED
+                self._had_controller = self._had_controller or not never_attached
             local_sockets.remove(agent.meeting_point(token))
-            if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
+            is_expected = isinstance(event, Exited) and event.returncode in (0, agent.NEVER_ATTACHED)
+            if not is_expected and not self._closing:
                 log.warning("agent %s: %s", token[:HOST_ID_LENGTH], event)
 
     def _hand_over(self, receiver: bytes, connection: socket.socket, preamble: bytes) -> bool:

@@ -156,7 +156,12 @@ class OutputTaken(_Message, tag="output_taken", frozen=True):
 
 
 class Finish(_Message, tag="finish", frozen=True):
-    """Order of a controller to a gateway: end the sessions with all hosts, and end."""
+    """Order of a controller to a gateway: end the sessions with all hosts, and end.
+
+    ``attach_failed``: the controller could not attach other hosts that it needs together with this one.
+    """
+
+    attach_failed: bool = False
 
 
 class Lost(_Message, tag="lost", frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import kubernetes_validate
 import pytest
 
 from monarch_backend._hosts import daemon
+from monarch_backend._hosts.agent import NEVER_ATTACHED
 from monarch_backend._processes.spawner import Exited
 from monarch_backend._transport.network.auth import new_secret
 from monarch_backend.job import Job, JobError, KubernetesJob
@@ -171,7 +173,7 @@ def test_host_that_ends_by_its_tether_has_another_exit_code(words: list[str], co
         assert process.wait(30) == code
 
 
-def test_first_controller_is_waited_for_longer() -> None:
+def test_first_controller_is_waited_for_longer_also_after_failed_attempts() -> None:
     def ends(_rank: int, _address: str) -> list[bool]:
         ended, checked = threading.Event(), threading.Semaphore(0)
         with pytest.MonkeyPatch.context() as patch:
@@ -185,9 +187,48 @@ def test_first_controller_is_waited_for_longer() -> None:
                 checked.acquire()
             result = [ended.is_set()]
             host._agents[1] = "0" * 32
-            host._event(Exited(1, 0, 0))
+            host._event(Exited(1, 0, NEVER_ATTACHED))
+            for _ in range(5):
+                if not ended.is_set():
+                    checked.acquire(timeout=1)
+            result.append(ended.is_set())
+            host._agents[2] = "1" * 32
+            host._event(Exited(2, 0, 0))
             result.append(ended.wait(10))
             host._tcp.close()
         return result
 
-    assert run_ranks(ends, 1, backend=None) == [[False, True]]
+    assert run_ranks(ends, 1, backend=None) == [[False, False, True]]
+
+
+CONTROLLER = """
+import contextlib, sys
+from monarch_backend.hosts import attach, attach_to_workers
+
+address, nowhere, secret = sys.argv[1], "127.0.0.1:1", bytes.fromhex(sys.argv[2])
+for failing in (lambda: attach_to_workers([address, nowhere], secret=secret, timeout=3),
+                lambda: attach(address, [nowhere], secret=secret, timeout=3)):
+    with contextlib.suppress(ConnectionError):
+        failing()
+        raise SystemExit("it was attached")
+attach_to_workers([address], secret=secret, timeout=60).spawn_procs({"gpus": 1}).initialized.get(60)
+"""
+
+
+def test_agent_of_a_failed_attach_is_no_attached_controller() -> None:
+    def codes(_rank: int, _address: str) -> list[int]:
+        ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                daemon.Daemon, "_event", lambda _, e: ends.put(e.returncode) if isinstance(e, Exited) else None
+            )
+            secret = new_secret()
+            host = daemon.Daemon(secret)
+            try:
+                where = ":".join(map(str, host.start("127.0.0.1", 0)))
+                subprocess.run([sys.executable, "-c", CONTROLLER, where, secret.hex()], check=True, timeout=120)
+                return [ends.get(timeout=30) for _ in range(3)]
+            finally:
+                host.close()
+
+    assert run_ranks(codes, 1, backend=None) == [[NEVER_ATTACHED, NEVER_ATTACHED, 0]]
