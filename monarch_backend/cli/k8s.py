@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one of the commands.
 
-    Return 0; 1, with the reason, if it fails or `doctor` has found a missing permission. `shell` returns the exit code
-    of its command.
+    Return 0; 1, with the reason, if it fails or if `doctor` finds that a permission for the default controller is
+    missing. `shell` returns the exit code of its command.
     """
     from monarch_backend._job.errors import JobError
 
@@ -158,13 +158,13 @@ def _host(job: KubernetesJob, text: str) -> tuple[str, int]:
 
 def _doctor(args: argparse.Namespace) -> int:
     from monarch_backend._job.kubernetes.api import Api
-    from monarch_backend._job.kubernetes.permissions import NEEDED, OPTIONAL
+    from monarch_backend._job.kubernetes.permissions import NEEDED, OPTIONAL, OTHER_CONTROLLERS
 
     api = Api(args.namespace, args.kubeconfig, args.context, args.in_cluster, retry=0.0)
     rows: list[tuple[str, Any]] = [("API server", api.server), ("namespace", api.namespace)]
     rows.append(("version", api.request("GET", "/version").get("gitVersion", "?")))
     missing = []
-    for verb, resource, use in (*NEEDED, *OPTIONAL):
+    for verb, resource, use in (*NEEDED, *OTHER_CONTROLLERS, *OPTIONAL):
         allowed = api.may(verb, resource)
         if not allowed and (verb, resource, use) in NEEDED:
             missing.append(f"{verb} {resource}")

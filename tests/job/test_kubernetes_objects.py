@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import yaml
 
 from monarch_backend._job.kubernetes import pods
 from monarch_backend._job.kubernetes.api import Api
-from monarch_backend._job.kubernetes.permissions import NEEDED, OPTIONAL
+from monarch_backend._job.kubernetes.permissions import NEEDED, OPTIONAL, OTHER_CONTROLLERS
 from monarch_backend.cli import main
 from monarch_backend.job import Job, JobError, KubernetesJob
+from tests.support.kubernetes_api import api_server
 
 ROOT = Path(__file__).parents[2]
 IMAGE = "registry.example/train:1"
@@ -65,7 +67,9 @@ def test_wrong_arguments_of_manifest_are_named(words: list[str], error: str) -> 
     assert (code, made) == (1, []) and error in text
 
 
-@pytest.mark.parametrize(("file", "permissions"), [("role.yaml", NEEDED), ("role-shell.yaml", OPTIONAL)])
+@pytest.mark.parametrize(
+    ("file", "permissions"), [("role.yaml", (*NEEDED, *OTHER_CONTROLLERS)), ("role-shell.yaml", OPTIONAL)]
+)
 def test_role_has_exactly_the_needed_permissions(file: str, permissions: Any) -> None:
     role = yaml.safe_load((ROOT / "deploy/k8s" / file).read_text())
     allowed = {
@@ -76,6 +80,38 @@ def test_role_has_exactly_the_needed_permissions(file: str, permissions: Any) ->
         for verb in rule["verbs"]
     }
     assert allowed == {(verb, resource) for verb, resource, _ in permissions}
+
+
+def doctor(tmp_path: Path, lacking: Sequence[tuple[str, str]]) -> tuple[int, list[str], str]:
+    """Return exit code, lines and errors of the command for a user without some permissions."""
+    reviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+
+    def answer(_method: str, path: str, _query: Any, body: Any) -> tuple[int, dict[str, Any]]:
+        if path != reviews:
+            return 200, {"gitVersion": "v1.31.0"}
+        asked = body["spec"]["resourceAttributes"]
+        resource = ":".join(filter(None, (asked["group"], asked["resource"])))
+        return 201, {"status": {"allowed": (asked["verb"], resource) not in lacking}}
+
+    out, error = io.StringIO(), io.StringIO()
+    with api_server(tmp_path) as api, contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        api.answer = answer  # type: ignore[method-assign]
+        code = main(["k8s", "doctor", "--kubeconfig", str(api.kubeconfig)])
+    return code, out.getvalue().splitlines(), error.getvalue()
+
+
+def test_permissions_of_other_controllers_are_reported_without_an_error(tmp_path: Path) -> None:
+    code, lines, error = doctor(tmp_path, [(verb, resource) for verb, resource, _ in OTHER_CONTROLLERS])
+    assert (code, error) == (0, "")
+    reported = [line.partition("  no: ")[2] for line in lines if "  no: " in line]
+    assert reported == [use for *_, use in OTHER_CONTROLLERS]
+    assert "controller='job' cannot start a job" in reported
+
+
+def test_missing_permission_of_the_default_controller_is_an_error(tmp_path: Path) -> None:
+    code, lines, error = doctor(tmp_path, [("create", "apps:statefulsets")])
+    assert code == 1 and "lacks 1 permissions in namespace team" in error
+    assert next(line for line in lines if "  no: " in line).endswith("no: apply() cannot start a job")
 
 
 def test_pod_template_keeps_its_fields_and_gets_the_host() -> None:
