@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import http.server
+import itertools
 import os
 import pty
+import re
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -20,7 +23,8 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.job import KubernetesJob
+from monarch_backend._job.kubernetes import pod_exec
+from monarch_backend.job import JobError, KubernetesJob
 from tests.k8s import exec_server, websocket
 from tests.support.kubernetes_api import ApiServer, api_server
 
@@ -51,6 +55,8 @@ class Cluster:
         [command, is_tty] = query["command"], query["tty"] == ["true"]
         if command == ["cut"]:
             websocket.accept(request, exec_server.V4)
+        elif command in (["silent"], ["pings"]):
+            _answer_pings(request, 3 if command == ["pings"] else 0)
         elif command == ["forbidden"]:
             request.send_error(403, "pods/exec is forbidden")
         else:
@@ -61,6 +67,19 @@ class Cluster:
         given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
         done = subprocess.run([*CLI, *words], capture_output=True, timeout=PATIENCE, check=False, **given)
         return done.returncode, done.stdout, done.stderr.decode()
+
+
+def _answer_pings(request: http.server.BaseHTTPRequestHandler, count: int) -> None:
+    """Answer pings, and end the command with the last one. With 0 answer nothing until the client closes."""
+    send = websocket.accept(request, exec_server.V4)
+    while (frame := websocket.read(request.rfile)) is not None:
+        if frame[0] == websocket.PING and count:
+            send(websocket.PONG, frame[1])
+            count -= 1
+            if not count:
+                send(websocket.BINARY, b"\3" + exec_server.status_of(6))
+                send(websocket.CLOSE, b"")
+                return
 
 
 @pytest.fixture
@@ -134,6 +153,68 @@ def test_failure_is_named_with_the_pod(cluster: Cluster, words: Sequence[str], t
     assert (code, out) == (1, b"") and text in error, error
 
 
+def test_connection_without_an_answer_to_a_ping_is_lost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_exec, "PING_INTERVAL_S", 0.01)
+    monkeypatch.setattr(pod_exec, "PING_TIMEOUT_S", 0.1)
+    with pytest.raises(JobError, match=r"pod train-loaders-0: the connection is lost: no answer for 0.1 s"):
+        cluster.job.execute("loaders", 0, ["silent"])
+
+
+def test_connection_with_answers_to_pings_goes_on(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_exec, "PING_INTERVAL_S", 0.01)
+    assert cluster.job.execute("loaders", 0, ["pings"]) == 6
+
+
+def test_ping_is_lost_only_after_the_server_was_silent() -> None:
+    interval, timeout = pod_exec.PING_INTERVAL_S, pod_exec.PING_TIMEOUT_S
+    beat = pod_exec.Heartbeat(0.0)
+    assert (beat.ping(0.0), beat.next_s(0.0)) == (None, interval)
+    assert beat.ping(interval) == b"0"
+    beat.received(interval + 1)  # output of the command
+    assert not beat.is_lost(interval + timeout)
+    assert beat.is_lost(interval + 1 + timeout)
+    beat.received(interval + 1 + timeout, b"0")
+    assert not beat.is_lost(10 * timeout)
+    assert beat.ping(10 * timeout) == b"0"
+
+
+def test_ping_behind_input_that_the_command_does_not_read_is_not_lost() -> None:
+    end = pod_exec.PING_INTERVAL_S + pod_exec.PING_TIMEOUT_S
+    beat = pod_exec.Heartbeat(0.0)
+    beat.input_sent(pod_exec.MAX_UNREAD_BYTES + 1)
+    asked = beat.ping(pod_exec.PING_INTERVAL_S)
+    assert asked is not None and not beat.is_lost(end)
+    assert beat.next_s(end) > 0
+    beat.received(end, asked)  # the command has read it
+    assert beat.ping(2 * end) == asked
+    assert beat.is_lost(2 * end + pod_exec.PING_TIMEOUT_S)
+
+
+def test_pod_of_others_that_was_replaced_meanwhile_is_named(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("ab" * 32)
+    with api_server(tmp_path) as api:
+        path = tmp_path / "job.json"
+        job = KubernetesJob(name="theirs", path=path, kubeconfig=api.kubeconfig, secret_file=secret)
+        job.attach_mesh("workers", 1, "app=x").apply(wait=False)
+        api.add_pod("w-0", {"app": "x"})
+        lists, answer = itertools.count(1), api.answer
+
+        def answer_without_the_pod_at_last(
+            method: str, path: str, query: dict[str, list[str]], body: Any
+        ) -> tuple[int, Any]:
+            if query.get("labelSelector") == ["app=x"] and next(lists) == 2:
+                api.objects.clear()
+            return answer(method, path, query, body)
+
+        api.answer = answer_without_the_pod_at_last  # type: ignore[method-assign]
+        with pytest.raises(JobError, match=r"pod w-0 of workers\[0\] was deleted or replaced meanwhile"):
+            job.execute("workers", 0, ["true"])
+        assert job._client is not None
+        job._client.client.rest_client.pool_manager.clear()
+
+
 class Terminal:
     """A terminal, with a program in it."""
 
@@ -188,3 +269,20 @@ def test_terminal_is_raw_and_its_size_follows(cluster: Cluster) -> None:
     assert terminal.close() == 9
     [(_, query)] = cluster.requests
     assert (query["tty"], query["stdin"], query["stderr"]) == (["true"], ["true"], ["false"])
+
+
+def test_terminal_is_not_raw_after_sigterm(cluster: Cluster) -> None:
+    # Of another shell, since a terminal without its first program would be reset.
+    command = shlex.join(
+        [*CLI, "-t", str(cluster.job.path), "0", "--", "sh", "-c", "echo ready-$((1 + 1)); sleep 1000"]
+    )
+    inner = shlex.quote(f'echo "pid=$$="; exec {command}')
+    terminal = Terminal(["/bin/sh", "-c", f'sh -c {inner}; echo "code=$?="; stty -a; echo at-the-end'])
+    terminal.read_until(b"ready-2")
+    found = re.search(rb"pid=(\d+)=", terminal.output)
+    assert found
+    os.kill(int(found[1]), signal.SIGTERM)
+    terminal.read_until(b"at-the-end")
+    assert terminal.close() == 0
+    _, _, after = terminal.output.partition(b"code=")
+    assert after.startswith(b"143=") and b" icanon" in after and b" echo " in after, after

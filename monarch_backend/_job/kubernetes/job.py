@@ -346,7 +346,8 @@ class KubernetesJob(ScheduledJob):
         """Run a command in the host's container, with this process's stdout and stderr. Return its exit code.
 
         ``stdin``: descriptor of its input. With ``is_tty`` it has a terminal, with the size of that of ``stdin``.
-        ``monarch-backend k8s shell`` calls it. deploy/k8s/role-shell.yaml has the permissions.
+        ``monarch-backend k8s shell`` calls it. deploy/k8s/role-shell.yaml has the permissions. While the terminal of
+        ``stdin`` is raw, SIGTERM raises SystemExit, unless it has a handler.
 
         Raises JobError if the job does not run, if the command cannot be started, or if the connection is lost.
         """
@@ -355,8 +356,10 @@ class KubernetesJob(ScheduledJob):
         container = CONTAINER if template is None else manifests.host_container(template["spec"])["name"]
         if template is None:  # a pod of others
             listed, _ = api.list("pods", self._meshes[mesh]["selector"])
-            [spec] = [each["spec"] for each in listed if each["metadata"]["name"] == pod]
-            names = [each["name"] for each in spec["containers"]]
+            specs = [each["spec"] for each in listed if each["metadata"]["name"] == pod]
+            if not specs:
+                raise JobError(f"pod {pod} of {mesh}[{index}] was deleted or replaced meanwhile: run the command again")
+            names = [each["name"] for each in specs[0]["containers"]]
             container = CONTAINER if CONTAINER in names else names[0]
         connection = api.execute(pod, container, command, stdin=stdin is not None, is_tty=is_tty)
         return Execution(connection, f"pod {pod}", is_tty=is_tty).run(stdin)

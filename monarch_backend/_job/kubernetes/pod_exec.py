@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +23,12 @@ STDIN, STDOUT, STDERR, STATUS, RESIZE, CLOSE = 0, 1, 2, 3, 4, 255
 """Channels: the first byte of each frame. CLOSE is followed by the channel that ends, in v5 only."""
 V5 = "v5.channel.k8s.io"
 CHUNK_BYTES = 32 << 10
-_BINARY_FRAME, _TEXT_FRAME, _CLOSE_FRAME = 2, 1, 8
+PING_INTERVAL_S = 30.0
+PING_TIMEOUT_S = 30.0
+"""Seconds for the answer to a ping."""
+MAX_UNREAD_BYTES = 4096
+"""With more input than this after the last ping that was answered, the command may be what delays the answer."""
+_BINARY_FRAME, _TEXT_FRAME, _CLOSE_FRAME, _PONG_FRAME = 2, 1, 8, 10
 _END = b"\x04"
 """What a terminal takes for the end of input, if it is the first byte of a line."""
 
@@ -35,12 +42,14 @@ class Execution:
         self._unsent = bytearray()
         """Frames that wait until they can be sent. A blocking send could last until this process reads."""
         connection.send_frame = self._queue
+        self._heartbeat = Heartbeat(time.monotonic())
 
     def run(self, stdin: int | None) -> int:
         """Copy between descriptors of this process and the command, and return its exit code.
 
         ``stdin``: descriptor of the input, or None. A terminal is raw meanwhile, if the command has a terminal.
-        Raises JobError if the command cannot be started, or if the connection ends before the command.
+        Raises JobError if the command cannot be started, if the connection ends before the command, or if the server
+        does not answer a ping in time.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
@@ -64,21 +73,32 @@ class Execution:
                 poll.register(sizes, select.POLLIN)
             # TLS may hold a whole frame that poll() does not see.
             is_pending = isinstance(there, ssl.SSLSocket) and there.pending() > 0
-            ready = dict(poll.poll(0 if is_pending else None))
+            wait_s = 0.0 if is_pending else self._heartbeat.next_s(time.monotonic())
+            ready = dict(poll.poll(math.ceil(wait_s * 1000)))
             if self._unsent and not self._send_some():
                 stdin = sizes = None  # what the command has written before can still be read
             if (is_pending or ready.get(there.fileno(), 0) & ~select.POLLOUT) and not self._receive():
                 return
+            self._check_connection()
             if sizes is not None and terminal is not None and sizes.fileno() in ready:
                 sizes.recv(CHUNK_BYTES)
                 self._send_size(terminal)
             if stdin is not None and stdin in ready:
                 data = os.read(stdin, CHUNK_BYTES)
                 if data:
+                    self._heartbeat.input_sent(len(data))
                     self._send(STDIN, data)
                 else:
                     stdin = None
                     self._end_input()
+
+    def _check_connection(self) -> None:
+        """Send a ping when it is time. Raises JobError if the last one was not answered."""
+        now = time.monotonic()
+        if self._heartbeat.is_lost(now):
+            raise JobError(f"{self._what}: the connection is lost: no answer for {PING_TIMEOUT_S:g} s")
+        if (payload := self._heartbeat.ping(now)) is not None:
+            self._connection.ping(payload)
 
     def _queue(self, frame: Any) -> int:
         """Take the place of the connection's `send_frame`, through which it also answers pings."""
@@ -114,11 +134,13 @@ class Execution:
         try:
             opcode, frame = self._connection.recv_data_frame(True)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            self._heartbeat.received(time.monotonic())
             return True  # a part of a frame, which the connection keeps
         except (WebSocketException, OSError):
             return False
         if opcode == _CLOSE_FRAME:
             return False
+        self._heartbeat.received(time.monotonic(), frame.data if opcode == _PONG_FRAME else None)
         if opcode in (_BINARY_FRAME, _TEXT_FRAME) and frame.data:
             channel, data = frame.data[0], frame.data[1:]
             if channel in (STDOUT, STDERR):
@@ -162,6 +184,47 @@ class Execution:
         raise JobError(f"{self._what}: {why}")
 
 
+class Heartbeat:
+    """State of pings and their answers. All times are those of one clock, in seconds.
+
+    A server answers a ping after it has read the input before, so the payload of a ping is the number of these bytes.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._received_at, self._due = now, now + PING_INTERVAL_S
+        self._sent = self._read = 0  # bytes of input
+        self._asked_at: float | None = None  # when the ping without an answer was sent
+
+    def input_sent(self, size: int) -> None:
+        self._sent += size
+
+    def received(self, now: float, pong: bytes | None = None) -> None:
+        """Note that the server has sent something; ``pong`` is the payload of its answer to a ping."""
+        self._received_at = now
+        if pong is not None and self._asked_at is not None:
+            self._asked_at = None
+            self._read = int(pong) if pong.isdigit() else self._read
+
+    def ping(self, now: float) -> bytes | None:
+        """Return the payload of a ping that has to be sent now, or None."""
+        if self._asked_at is not None or now < self._due:
+            return None
+        self._asked_at, self._due = now, now + PING_INTERVAL_S
+        return b"%d" % self._sent
+
+    def is_lost(self, now: float) -> bool:
+        if self._asked_at is None or self._sent - self._read > MAX_UNREAD_BYTES:
+            return False
+        return now >= max(self._asked_at, self._received_at) + PING_TIMEOUT_S
+
+    def next_s(self, now: float) -> float:
+        """Return for how many seconds nothing has to be done, if nothing is received."""
+        if self._asked_at is None:
+            return max(0.0, self._due - now)
+        left = max(self._asked_at, self._received_at) + PING_TIMEOUT_S - now
+        return left if left > 0 else PING_TIMEOUT_S  # the command delays the answer
+
+
 def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -175,11 +238,29 @@ def _raw(terminal: int) -> Iterator[None]:
     import tty
 
     before = termios.tcgetattr(terminal)
+    with _exit_on_sigterm():
+        try:
+            tty.setraw(terminal, termios.TCSADRAIN)  # what was typed before is for the command, too
+            yield
+        finally:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM where it would end the process at once, without cleaning up."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
-        tty.setraw(terminal, termios.TCSADRAIN)  # what was typed before is for the command, too
         yield
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
