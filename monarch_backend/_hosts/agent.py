@@ -173,7 +173,6 @@ class AgentProcess:
         self._output: OutputReader | None = None
         self._end = CreditWaiter()
         self._ending: tuple[float, str] | None = None  # monotonic time of this host's end, and the reason
-        self._is_added = False  # the controller has added this host, and takes reports on it
         self._ending_is_reported = False
         self._listener: socket.socket | None = None
         self.was_attached = False
@@ -244,7 +243,7 @@ class AgentProcess:
 
     def _report_ending(self) -> None:
         """Report the end of this host to the controller, once it has been announced and the controller takes it."""
-        if self._ending is not None and self._is_added and not self._ending_is_reported:
+        if self._ending is not None and self.was_attached and not self._ending_is_reported:
             until, reason = self._ending
             self._tell(Ending(until - time.monotonic(), reason))
             self._ending_is_reported = True
@@ -430,10 +429,9 @@ class AgentProcess:
             self.was_attached = self.was_attached and not message.attach_failed
             self._finish("its controller ends")
         elif isinstance(message, Hosts):
-            self.was_attached = True
             self._known.update(message.known)
             self._ways.update(message.ways)
-            self._is_added = True  # the first message after the controller has added this host
+            self.was_attached = True  # the first message after the controller has added this host
             self._report_ending()
         elif isinstance(message, Lost):
             self._lost_host(message.host, message.reason, for_good=True)
