@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from monarch_backend._telemetry.program_recording import Recording, Unread
-from monarch_backend._telemetry.programs import Program, listed
+from monarch_backend._telemetry.programs import Program, listed, of_pid
 from monarch_backend._telemetry.rates import ProcessKey, Rates
 from monarch_backend._telemetry.reader import ALL_EVENTS, EventFilter
 from monarch_backend._telemetry.subject import Subject
@@ -87,7 +87,7 @@ def chosen(programs: list[Program], pid: int | None, host: str = "") -> list[Pro
     """Return all programs, or the one with this process of a host. Raises LookupError if there is none."""
     if pid is None:
         return programs
-    found = [each for each in programs if each.host == host and each.has([pid])]
+    found = of_pid((each for each in programs if each.host == host), pid)
     if not found:
         where = f" on {host}" if host else ""
         raise LookupError(f"no running program has the process {pid}{where}; programs: {listed(programs)}")

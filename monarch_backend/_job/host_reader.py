@@ -23,7 +23,7 @@ from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.profiles import Profile
 from monarch_backend._telemetry.program_output import FollowedOutput, LineFilter, Lines
 from monarch_backend._telemetry.program_recording import Recording, Unread
-from monarch_backend._telemetry.programs import Process, Program, programs
+from monarch_backend._telemetry.programs import Process, Program, of_pid, programs
 from monarch_backend._telemetry.rates import ProcessKey, RateMeter, Rates
 from monarch_backend._telemetry.reader import EventFilter
 from monarch_backend._telemetry.stacks import Stacks, read_all
@@ -142,7 +142,7 @@ class HostReader(Actor):
 
     def _programs(self) -> list[Program]:
         """Return the programs below the host's daemon, without readers and idle agents."""
-        found = [program for program in programs() if program.has([self._root])]
+        found = of_pid(programs(), self._root)
         everything = [process for program in found for process in program.processes]
         left_out = {each.pid for each in _readers_and_idle_agents(everything)}
         for program in found:

@@ -19,6 +19,10 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
+RUNNING = "running"
+"""State of a process that has not ended."""
+
+
 @dataclass
 class Process:
     """A process of a program. Times are in seconds, memory in bytes. ``parent`` is the pid of its starter.
@@ -97,7 +101,7 @@ def select(name: str | None) -> list[Program]:
     if name is None:
         return all_programs
     if name.isdecimal():
-        chosen = [each for each in all_programs if each.has([int(name)])]
+        chosen = of_pid(all_programs, int(name))
     else:
         chosen = [each for each in all_programs if name in each.command]
     if not chosen:
@@ -107,16 +111,27 @@ def select(name: str | None) -> list[Program]:
     return chosen
 
 
+def of_pid(programs: Iterable[Program], pid: int) -> list[Program]:
+    """Return the programs with this process: that in which it runs, or else those in which it has ended.
+
+    A system gives the pids of ended processes to later ones.
+    """
+    having = [program for program in programs if program.has([pid])]
+    running = [
+        program for program in having if any(each.pid == pid and each.state == RUNNING for each in program.processes)
+    ]
+    return running or having
+
+
 def listed(programs: Iterable[Program]) -> str:
     """Return the programs as text for an error."""
     return ", ".join(map(str, programs)) or "none"
 
 
 def _place(found: dict[int, Program], owner: int, processes: list[Process]) -> bool:
-    for program in found.values():
-        if program.has([owner]):
-            program.processes += processes
-            return True
+    for program in of_pid(found.values(), owner):
+        program.processes += processes
+        return True
     return False
 
 
@@ -126,7 +141,7 @@ def _process(recorded: RecordedProcess, owner: int) -> Process:
     return Process(
         pid=recorded.pid,
         label=recorded.label,
-        state="running" if recorded.state == SlotState.ALIVE else "ended",
+        state=RUNNING if recorded.state == SlotState.ALIVE else "ended",
         parent=owner if recorded.pid != owner else 0,
         age=(now - recorded.started_ns) / 1e9,
         exit_code=None if recorded.state == SlotState.ALIVE else recorded.exit_code,

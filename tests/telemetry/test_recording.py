@@ -18,7 +18,7 @@ from monarch_backend import _native
 from monarch_backend._core import platform
 from monarch_backend._telemetry import discovery
 from monarch_backend._telemetry.kinds import Kind, SlotState, State, Status
-from monarch_backend._telemetry.programs import programs, select
+from monarch_backend._telemetry.programs import Process, Program, of_pid, programs, select
 from monarch_backend._telemetry.reader import Area, EventFilter, RecordedProcess
 from monarch_backend._telemetry.recording_area import MAX_ENDED, RecordingArea
 from tests.support.waiting import wait_until
@@ -91,6 +91,18 @@ def test_unknown_program_is_an_error_with_the_known_ones(running: subprocess.Pop
     assert running.pid in {each.pid for each in programs()}
     with pytest.raises(LookupError, match=f"no running program is 'nothing'.*{running.pid} .*busy_program.py"):
         select("nothing")
+
+
+def test_pid_that_was_used_before_stands_for_the_running_process() -> None:
+    def program(pid: int, state: str) -> Program:
+        own = Process(pid, "main", "running", 0, 1.0, None, None, None, [])
+        return Program(pid, "train.py", [own, Process(7, "gpus 0", state, pid, 1.0, None, None, None, [])])
+
+    old, new, other = program(1, "ended"), program(2, "running"), program(3, "ended")
+    assert of_pid([old, new, other], 7) == [new]
+    assert of_pid([old, other], 7) == [old, other]
+    assert of_pid([old, new, other], 3) == [other]
+    assert of_pid([old], 8) == []
 
 
 @pytest.fixture
