@@ -45,23 +45,26 @@ class Node(Actor):
         self.seen: list[tuple[BaseException, float]] = []
         self.counted = 0
 
-    @endpoint
-    def hop(self, route: list[ActorMesh], limit: float | None = None) -> str:
-        if not route:
-            return "end"
+    @contextlib.contextmanager
+    def _noted(self, kind: type[Exception] = Exception) -> Iterator[None]:
+        """Keep an error of the block, and raise it."""
         try:
-            return str(route[0].hop.call_one(route[1:], limit).get(limit))
-        except Exception as error:
+            yield
+        except kind as error:
             self.seen.append((error, time.monotonic()))
             raise
 
     @endpoint
+    def hop(self, route: list[ActorMesh], limit: float | None = None) -> str:
+        if not route:
+            return "end"
+        with self._noted():
+            return str(route[0].hop.call_one(route[1:], limit).get(limit))
+
+    @endpoint
     def hop_over_mesh(self, mesh: ActorMesh, route: list[ActorMesh]) -> int:
-        try:
+        with self._noted():
             return len(mesh.hop.call(route).get())
-        except Exception as error:
-            self.seen.append((error, time.monotonic()))
-            raise
 
     @endpoint
     def hop_with_limit(self, target: ActorMesh, route: list[ActorMesh], limit: float) -> str:
@@ -72,11 +75,8 @@ class Node(Actor):
         """Make a file, wait for the file of another actor, and call the target."""
         Path(mine).touch()
         wait_until(Path(theirs).exists, PATIENCE)
-        try:
+        with self._noted():
             target.hop.call_one([]).get()
-        except Exception as error:
-            self.seen.append((error, time.monotonic()))
-            raise
 
     @endpoint
     def sleep_and_hop(self, seconds: float, route: list[ActorMesh]) -> str:
@@ -153,11 +153,8 @@ class Node(Actor):
             self._hop_noted(target)
 
     def _hop_noted(self, target: ActorMesh) -> None:
-        try:
+        with self._noted(DeadlockError):
             target.hop.call_one([]).get()
-        except DeadlockError as error:
-            self.seen.append((error, time.monotonic()))
-            raise
 
     @endpoint
     def fill_with_calls(self, target: ActorMesh, me: ActorMesh, calls: int, limit: float | None) -> int:

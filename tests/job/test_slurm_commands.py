@@ -135,14 +135,20 @@ def test_job_that_is_accepted_after_sbatch_has_given_up_is_cancelled(
     assert not job.path.exists()
 
 
+def unanswered_job(script: Callable[[str, str], Path], folder: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
+    """Return a job whose submission had no answer, and was not found afterwards."""
+    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
+    script("sbatch", NO_ANSWER)
+    job = SlurmJob(path=folder / "job.json").add_mesh("trainers", 1)
+    with pytest.raises(JobError, match=r"Slurm may still accept .*: apply\(\) finds it then, and kill\(\) ends it"):
+        job.apply()
+    return job
+
+
 def test_job_that_may_be_accepted_later_stays_for_kill(
     script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
-    script("sbatch", NO_ANSWER)
-    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
-    with pytest.raises(JobError, match=r"Slurm may still accept .*: apply\(\) finds it then, and kill\(\) ends it"):
-        job.apply()
+    job = unanswered_job(script, tmp_path, monkeypatch)
     for _ in range(2):
         with pytest.raises(JobError, match=r"may still accept .*not found yet: call kill\(\) again in 1[12]\d s"):
             Job.load(job.path).kill()
@@ -156,11 +162,7 @@ def test_job_that_may_be_accepted_later_stays_for_kill(
 def test_job_that_was_not_accepted_in_time_is_forgotten(
     script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
-    script("sbatch", NO_ANSWER)
-    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
-    with pytest.raises(JobError, match="Slurm may still accept"):
-        job.apply()
+    job = unanswered_job(script, tmp_path, monkeypatch)
     monkeypatch.setattr(slurm_job, "ACCEPT_TIMEOUT_S", 0.0)
     job.kill()
     assert not job.path.exists()
@@ -169,11 +171,7 @@ def test_job_that_was_not_accepted_in_time_is_forgotten(
 def test_kill_looks_for_a_job_that_is_accepted_meanwhile(
     script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
-    script("sbatch", NO_ANSWER)
-    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
-    with pytest.raises(JobError, match="Slurm may still accept"):
-        job.apply()
+    job = unanswered_job(script, tmp_path, monkeypatch)
     monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 30.0)
     script("squeue", f"cat {queue}; [ -e {tmp_path}/asked ] || echo 42 > {queue}; : > {tmp_path}/asked")
     job.kill()
@@ -184,11 +182,7 @@ def test_kill_looks_for_a_job_that_is_accepted_meanwhile(
 def test_late_job_of_an_earlier_submission_is_cancelled_with_the_present_one(
     script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
-    script("sbatch", NO_ANSWER)
-    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
-    with pytest.raises(JobError, match="Slurm may still accept"):
-        job.apply()
+    job = unanswered_job(script, tmp_path, monkeypatch)
     sbatch = script("sbatch", f"echo 43 >> {queue}; echo 43")
     sbatch.unlink()
     with pytest.raises(JobError, match=r"may still accept .*Call apply\(\) again in 1[12]\d s, or kill\(\)"):
@@ -207,11 +201,7 @@ def test_late_job_of_an_earlier_submission_is_cancelled_with_the_present_one(
 def test_late_job_is_taken_by_the_next_apply(
     script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
-    script("sbatch", NO_ANSWER)
-    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
-    with pytest.raises(JobError, match="Slurm may still accept"):
-        job.apply()
+    job = unanswered_job(script, tmp_path, monkeypatch)
     queue.write_text("42\n")
     job.apply(wait=False)
     file = state_file.read(job.path)
@@ -222,11 +212,7 @@ def test_late_job_is_taken_by_the_next_apply(
 def test_outage_of_a_second_apply_keeps_the_file_of_an_open_submission(
     script: Callable[[str, str], Path], queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
-    script("sbatch", NO_ANSWER)
-    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
-    with pytest.raises(JobError, match="Slurm may still accept"):
-        job.apply()
+    job = unanswered_job(script, tmp_path, monkeypatch)
     script("squeue", 'echo "squeue: error: no such partition" >&2; exit 1')
     with pytest.raises(JobError, match="no such partition"):
         job.apply()

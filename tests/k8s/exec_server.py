@@ -15,7 +15,7 @@ import termios
 import threading
 from collections.abc import Callable, Sequence
 
-from tests.k8s.websocket import BINARY, CLOSE, PING, PONG, accept, read
+from tests.k8s.websocket import BINARY, CLOSE, accept, received
 
 V4, V5 = "v4.channel.k8s.io", "v5.channel.k8s.io"
 _STDIN, _STDOUT, _STDERR, _STATUS, _RESIZE, _CLOSE_CHANNEL = 0, 1, 2, 3, 4, 255
@@ -113,14 +113,8 @@ def _take_input(
     open_fds: set[int],
 ) -> None:  # fmt: skip
     with contextlib.suppress(OSError):
-        while (frame := read(request.rfile)) is not None:
-            opcode, data = frame
-            if opcode == CLOSE:
-                return
-            if opcode == PING:
-                send(PONG, data)
-            elif opcode == BINARY and data:
-                _handle(data, protocol, stdin, open_fds)
+        for data in received(request.rfile, send):
+            _handle(data, protocol, stdin, open_fds)
 
 
 def _handle(data: bytes, protocol: str, stdin: int, open_fds: set[int]) -> None:

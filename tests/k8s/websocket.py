@@ -9,7 +9,7 @@ import http.server
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 PROTOCOL = "v4.channel.k8s.io"
@@ -47,6 +47,18 @@ def accept(request: http.server.BaseHTTPRequestHandler, protocol: str = PROTOCOL
     return send
 
 
+def received(source: Any, send: Callable[[int, bytes], None]) -> Iterator[bytes]:
+    """Yield the data of binary frames that have any, until the client closes. Answer pings meanwhile."""
+    while (frame := read(source)) is not None:
+        opcode, data = frame
+        if opcode == CLOSE:
+            return
+        if opcode == PING:
+            send(PONG, data)
+        elif opcode == BINARY and data:
+            yield data
+
+
 def forward(request: http.server.BaseHTTPRequestHandler, address: str, ports: list[int]) -> None:
     """Connect each port of the pod, and copy both directions until the client closes."""
     send, sockets = accept(request), {}
@@ -70,13 +82,8 @@ def forward(request: http.server.BaseHTTPRequestHandler, address: str, ports: li
                 return
             sockets[2 * index].settimeout(None)
             threading.Thread(target=copy, args=(2 * index, sockets[2 * index]), daemon=True).start()
-        while (frame := read(request.rfile)) is not None:
-            opcode, data = frame
-            if opcode == CLOSE:
-                return
-            if opcode == PING:
-                send(PONG, data)
-            elif opcode == BINARY and data and data[0] in sockets:
+        for data in received(request.rfile, send):
+            if data[0] in sockets:
                 sockets[data[0]].sendall(data[1:])
     except OSError:
         pass
