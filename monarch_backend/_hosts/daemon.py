@@ -114,20 +114,15 @@ class Daemon:
             self._ending = time.monotonic() + seconds, reason
             tokens = list(self._agents.values())
         for token in tokens:
-            self._tell_of_end(token, time.monotonic() + AGENT_READY_TIMEOUT_S)
+            self._tell_of_end(token)
 
-    def _tell_of_end(self, token: str, until: float) -> None:
-        """Report the end of this host to an agent, which may still be starting."""
+    def _tell_of_end(self, token: str) -> None:
+        """Report the end of this host to an agent."""
         assert self._ending is not None
         at, reason = self._ending
-        try:
-            with local_sockets.connect(agent.meeting_point(token), 1) as way:
-                way.sendall(protocol.encode(Ending(max(0.0, at - time.monotonic()), reason)))
-        except OSError:
-            with self._lock:
-                there = token in self._agents.values()
-            if there and time.monotonic() < until:
-                self._tcp.later(0.01, lambda: self._tell_of_end(token, until))
+        self._send_to_agent(
+            token, lambda way: way.sendall(protocol.encode(Ending(max(0.0, at - time.monotonic()), reason)))
+        )
 
     def close(self) -> None:
         self._closing = True
@@ -168,7 +163,7 @@ class Daemon:
             self._agents[number] = token
             is_ending = self._ending is not None
         if is_ending:
-            self._tcp.later(0.0, lambda: self._tell_of_end(token, time.monotonic() + AGENT_READY_TIMEOUT_S))
+            self._tcp.later(0.0, lambda: self._tell_of_end(token))
         return Welcome(token, protocol.host_name(), here, self._workers)
 
     def _event(self, event: Event) -> None:
@@ -188,21 +183,32 @@ class Daemon:
         with self._lock:
             if receiver.hex() not in self._agents.values():
                 return False
-        self._pass_on(receiver.hex(), connection.dup(), preamble, time.monotonic() + AGENT_READY_TIMEOUT_S)
+        passed = connection.dup()
+        self._send_to_agent(
+            receiver.hex(), lambda way: socket.send_fds(way, [preamble], [passed.fileno()]), passed.close
+        )
         connection.close()
         return True
 
-    def _pass_on(self, token: str, connection: socket.socket, preamble: bytes, until: float) -> None:
+    def _send_to_agent(
+        self, token: str, send: Callable[[socket.socket], object], done: Callable[[], object] = lambda: None,
+        until: float | None = None,
+    ) -> None:  # fmt: skip
+        """Connect to an agent, which may still be starting, and send to it. Call ``done`` then, or when it has ended.
+
+        Give up at the monotonic time ``until``, by default after `AGENT_READY_TIMEOUT_S`.
+        """
+        end = time.monotonic() + AGENT_READY_TIMEOUT_S if until is None else until
         try:
             with local_sockets.connect(agent.meeting_point(token), 1) as way:
-                socket.send_fds(way, [preamble], [connection.fileno()])
+                send(way)
         except OSError:
             with self._lock:
                 there = token in self._agents.values()
-            if there and time.monotonic() < until:  # the agent is still starting
-                self._tcp.later(0.01, lambda: self._pass_on(token, connection, preamble, until))
+            if there and time.monotonic() < end:
+                self._tcp.later(0.01, lambda: self._send_to_agent(token, send, done, end))
                 return
-        connection.close()
+        done()
 
 
 def run_worker_loop_forever(
@@ -283,7 +289,7 @@ def serve(
             if on_ready is not None:
                 on_ready(*where)
             if tether is not None:
-                daemon.end_without_controller(tether, max(tether, first_tether or 0.0))
+                daemon.end_without_controller(tether, first_tether or 0.0)
             number = next_signal()
             if notice and number == notice_signal:
                 _give_notice(daemon, notice, number, next_signal)
