@@ -159,10 +159,8 @@ def _acquire(fd: int, path: Path, until: float | None, is_kill: bool) -> None:
         while not _try_lock(fd, fcntl.LOCK_EX):
             if is_kill:
                 is_kill = not _request_kill(path, request)
-            waited, holder = (
-                time.monotonic() - began,
-                os.pread(fd, 200, 0).decode(errors="replace") or "another command",
-            )
+            waited = time.monotonic() - began
+            holder = os.pread(fd, 200, 0).decode(errors="replace") or "another command"
             if began + waited > until:
                 raise JobError(
                     f"{path} is in use by {holder}, for {waited:.0f} s: wait for its end, or end that process"

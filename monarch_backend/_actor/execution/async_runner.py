@@ -243,13 +243,16 @@ class AsyncActorRunner(ActorRunner):
         self._start(self._receive_notice_async(notice))
 
     async def _receive_notice_async(self, notice: HostEnding) -> None:
-        method = getattr(self.instance, "__host_ending__", None)
         try:
-            result = None if method is None else method(notice)
-            if inspect.isawaitable(result):
-                await result
+            await self._call_optional_async("__host_ending__", notice)
         except Exception:
             log.exception("__host_ending__ of %s failed", self.name)
+
+    async def _call_optional_async(self, name: str, argument: object) -> None:
+        method = getattr(self.instance, name, None)
+        result = None if method is None else method(argument)
+        if inspect.isawaitable(result):
+            await result
 
     # ---- end
 
@@ -275,13 +278,8 @@ class AsyncActorRunner(ActorRunner):
         self._wake()
 
     async def _clean_up_async(self, error: BaseException | None) -> None:
-        cleanup = getattr(self.instance, "__cleanup__", None)
-        if cleanup is None:
-            return
         try:
-            result = cleanup(error)
-            if inspect.isawaitable(result):
-                await result
+            await self._call_optional_async("__cleanup__", error)
         except BaseException:
             log.exception("__cleanup__ of %s failed", self.name)
 

@@ -465,13 +465,17 @@ class ActorRunner:
 
     def _receive_notice(self, notice: HostEnding) -> None:
         """Call the actor's ``__host_ending__``. An error does not end the actor, which has little time left."""
-        method = getattr(self.instance, "__host_ending__", None)
         try:
-            result = None if method is None else method(notice)
-            if inspect.isawaitable(result):
-                asyncio.run(_awaited(result))
+            self._call_optional("__host_ending__", notice)
         except Exception:
             log.exception("__host_ending__ of %s failed", self.name)
+
+    def _call_optional(self, name: str, argument: object) -> None:
+        """Call a method that an actor may have, plain or ``async``."""
+        method = getattr(self.instance, name, None)
+        result = None if method is None else method(argument)
+        if inspect.isawaitable(result):
+            asyncio.run(_awaited(result))
 
     # ---- end
 
@@ -525,11 +529,8 @@ class ActorRunner:
             self.program.run_in_thread(lambda: self._clean_up(error))
 
     def _clean_up(self, error: BaseException | None) -> None:
-        cleanup = getattr(self.instance, "__cleanup__", None)
         try:
-            result = None if cleanup is None else cleanup(error)
-            if inspect.isawaitable(result):
-                asyncio.run(_awaited(result))
+            self._call_optional("__cleanup__", error)
         except BaseException:
             log.exception("__cleanup__ of %s failed", self.name)
         self._ended()

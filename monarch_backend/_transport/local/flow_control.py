@@ -103,9 +103,8 @@ class FlowControl:
             self.refill(peer, places)
             return
         peer.done += places
-        if (
-            peer.done - peer.returned >= tuning.CREDIT_WINDOW // 16
-        ):  # often enough that nearly the whole window can be used
+        # Often enough that nearly the whole window can be used.
+        if peer.done - peer.returned >= tuning.CREDIT_WINDOW // 16:
             self.return_credit(peer)
 
     def return_credit(self, peer: Peer) -> None:
