@@ -73,6 +73,7 @@ class MailboxProcess:
     def connect(self, rank: int) -> int:
         """Connect to a rank once its mailbox has started, and return the link."""
         self.flags.wait(UP + rank)
+        until(lambda: self.mailbox.connect(self.tokens[rank]) != LINK_PENDING, f"the link to rank {rank}")
         link = self.mailbox.connect(self.tokens[rank])
         assert link >= 0
         return link

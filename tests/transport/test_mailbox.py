@@ -503,6 +503,7 @@ def test_dropped_link_releases_its_backlog() -> None:
 
     def receiver(process: MailboxProcess) -> None:
         process.flags.wait(0)
+        assert process.host.accepted(process.tokens[0], TIMEOUT_S)  # the sender's `connect` may return earlier
         frames = []
         while events := process.events():
             frames += [event for event in events if event[1] != MET]
@@ -528,6 +529,8 @@ def test_busy_sender_does_not_starve_others() -> None:
 
     def receiver(process: MailboxProcess) -> int:
         process.flags.wait(0, 1)
+        for token in process.tokens[1:]:
+            assert process.host.accepted(token, TIMEOUT_S)
         looks = 0
         while True:
             looks += 1
@@ -660,7 +663,7 @@ def _connected_at_once(process: MailboxProcess) -> MailboxProcess:
         process.flags.raise_(STARTED + 2 * attempt + me)
         while not process.flags.is_raised(STARTED + 2 * attempt + other):
             pass
-        assert one.mailbox.connect(tokens[other]) >= 0
+        one.connect(other)
         process.flags.raise_(CONNECTED + 2 * attempt + me)
         process.flags.wait(CONNECTED + 2 * attempt + other)
         met = one.events(0.05)
