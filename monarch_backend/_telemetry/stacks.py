@@ -24,6 +24,8 @@ from monarch_backend._telemetry.stack_signal import FILE_NAME, stack_signal
 
 ANSWER_TIMEOUT_S = 1.0
 """Seconds in which a process must answer the signal."""
+ASK_AGAIN_S = 0.25
+"""Seconds after which the threads of a process that does not answer are asked, one after the other."""
 
 _BEGIN, _END = (mark.encode() for mark in _native.dump_marks)
 _THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
@@ -147,13 +149,17 @@ def dump(pid: int, timeout: float = ANSWER_TIMEOUT_S) -> str:
             raise NoAnswerError("others read its stacks")
         os.ftruncate(descriptor, 0)
         others = _ask_first(pid, deadline)
-        later = time.monotonic() + min(0.25, timeout / 4)
+        later = time.monotonic() + min(ASK_AGAIN_S, timeout / 4)
         pause = 0.0005
         while (text := _complete(descriptor)) is None:
             if time.monotonic() >= deadline:
                 raise NoAnswerError(f"it does not answer: {state_of(pid)}")
-            if others and time.monotonic() >= later:  # C code has the GIL: that thread can dump
-                _ask(pid, others.pop(0))
+            if time.monotonic() >= later:  # C code has the GIL: that thread can dump
+                if others:
+                    _ask(pid, others.pop(0))
+                else:  # it may have begun, or got the GIL, after it was asked
+                    others = list(_threads(pid))
+                    later = time.monotonic() + ASK_AGAIN_S
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
         os.ftruncate(descriptor, 0)  # gives the memory back

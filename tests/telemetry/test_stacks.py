@@ -170,6 +170,17 @@ def test_code_that_keeps_the_gil_is_seen() -> None:
         wait_until(lambda: "main:9" in _places(process.pid))
 
 
+def test_thread_that_begins_after_the_request_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = [iter([])]  # the request finds the main thread alone
+    threads = stacks._threads
+    monkeypatch.setattr(stacks, "_threads", lambda pid: earlier.pop() if earlier else threads(pid))
+    hang = "threading.Thread(target=pow, args=(7, 10**8), daemon=True).start(); time.sleep(1000)"
+    with _process(START + MAIN.format(hang)) as process:
+        wait_until(lambda: stacks.state_of(process.pid) == "it sleeps (in futex_do_wait)")
+        earlier[0] = iter([process.pid])
+        assert _places(process.pid)
+
+
 def test_code_of_another_thread_that_keeps_the_gil_is_seen() -> None:
     code = (
         "def hang():\n"
