@@ -259,9 +259,13 @@ def test_second_interruption_of_a_submission_leaves_the_job_to_kill(
     queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = SlurmJob(name="twice", path=tmp_path / "job.json").add_mesh("trainers", 1)
-    monkeypatch.setattr(job, "_sbatch", interrupted)
     with monkeypatch.context() as patched:
-        patched.setattr("time.sleep", interrupted)  # between two searches
+
+        def sbatch(*_: Any) -> int:
+            patched.setattr(commands, "find_by_name", interrupted)  # the search for the job that may be submitted
+            raise KeyboardInterrupt
+
+        patched.setattr(job, "_sbatch", sbatch)
         with pytest.raises(KeyboardInterrupt):
             job.apply()
     assert re.search(r"monarch-twice-\w+ may be submitted: end it with kill\(\)", caplog.text)
