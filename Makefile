@@ -120,9 +120,8 @@ test-torch: $(STAMP)  ## a sample of the tests on another torch: make test-torch
 	$(BIN)/python tools/torch_tests.py $(VERSION) $(SELECTION) $(if $(AREAS),--area $(AREAS)); \
 	    rc=$$?; $(BIN)/python tools/torch_table.py; exit $$rc
 
-test-clients: $(STAMP)  ## programs of frameworks such as Accelerate and Lightning, in an environment that it builds once
-	$(BIN)/python tools/clients_env.py $(CLIENTS)
-	.envs/clients/bin/python -m pytest --durations=0 $(patsubst %,tests/clients/test_%.py,$(CLIENTS))
+test-clients: $(STAMP)  ## programs of frameworks such as Accelerate and Lightning, in environments that it builds once
+	$(BIN)/python tools/clients_env.py $(CLIENTS) --test
 
 test-lowest: $(STAMP)  ## tests of process groups and actors with the lowest version of every dependency, such as torch 2.9.0
 	$(BIN)/python tools/torch_env.py 2.9.0 --lowest --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs and not slurm" tests/process_group tests/cli tests/tpu tests/test_torch_patches.py tests/actor

@@ -1,8 +1,9 @@
-"""A virtual environment with frameworks that use torch.distributed, for `make test-clients`: .envs/clients.
+"""Virtual environments with frameworks that use torch.distributed, for `make test-clients`.
 
     python tools/clients_env.py accelerate ignite         # installs what is not there yet
+    python tools/clients_env.py accelerate ignite --test  # and runs their tests
 
-It has the packages of the environment that runs this, torch and this checkout among them. So pip fetches only the
+They have the packages of the environment that runs this, torch and this checkout among them. So pip fetches only the
 frameworks and their own requirements. Versions are in tests/clients/constraints.txt.
 """
 
@@ -34,6 +35,9 @@ CLIENTS = {
 }
 """What pip installs for each client."""
 
+JOB_CLIENTS = ("skypilot", "torchx")
+"""Clients with an environment of their own: they need older releases of click and urllib3 than Ray does."""
+
 BUILD_ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 """DeepSpeed is built from source: for the CPU, and without its C++ operators, which it compiles at their first use."""
 
@@ -59,14 +63,31 @@ def install(folder: Path, clients: list[str]) -> None:
     stamp.write_text(json.dumps(state))
 
 
-def main() -> None:
+def environments(clients: list[str]) -> dict[Path, list[str]]:
+    """Return the folder of each environment, with the clients that it needs."""
+    groups: dict[Path, list[str]] = {}
+    for client in clients:
+        groups.setdefault(ROOT / ".envs" / ("clients-jobs" if client in JOB_CLIENTS else "clients"), []).append(client)
+    return groups
+
+
+def test(folder: Path, clients: list[str]) -> int:
+    """Run the tests of the clients in their environment and return pytest's exit status."""
+    files = [str(ROOT / "tests" / "clients" / f"test_{client}.py") for client in clients]
+    return subprocess.run([folder / "bin" / "python", "-m", "pytest", "--durations=0", *files], cwd=ROOT).returncode
+
+
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("clients", nargs="+", choices=list(CLIENTS), metavar="NAME", help=", ".join(CLIENTS))
-    parser.add_argument("--dir", type=Path, default=ROOT / ".envs" / "clients", help="where to; default .envs/clients")
+    parser.add_argument("--test", action="store_true", help="run the tests of these clients")
     args = parser.parse_args()
-    install(args.dir.absolute(), args.clients)
+    groups = environments(args.clients)
+    for folder, clients in groups.items():
+        install(folder, clients)
+    return max(test(folder, clients) for folder, clients in groups.items()) if args.test else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
