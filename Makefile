@@ -58,20 +58,20 @@ demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
 	$(BIN)/torchrun --standalone --nproc-per-node=2 --log-dir=build/demo-logs examples/train_lm.py --parallel ddp --out build/demo
 
 test: $(STAMP) lint  ## lint, types and the ordinary tests
-	$(BIN)/python -m tests.halves -m "not slow and not gpu and not xla and not verbs and not slurm" --durations=25
+	$(BIN)/python -m tests.parallel_runs -m "not slow and not gpu and not xla and not verbs and not slurm" --durations=25
 
 test-fast: $(STAMP) lint  ## lint, types and the short tests of every package: at most 5 minutes
-	$(BIN)/python -m tests.halves --fast -q -m "not slow and not gpu and not xla and not verbs and not slurm"
+	$(BIN)/python -m tests.parallel_runs --fast -q -m "not slow and not gpu and not xla and not verbs and not slurm"
 
 test-slow: $(STAMP)  ## long variants: torch's own suite, four-rank training, compiled steps, lost hosts
-	$(BIN)/python -m tests.halves -m "slow and not nightly and not gpu and not xla and not verbs and not slurm and not k8s" --durations=25
+	$(BIN)/python -m tests.parallel_runs -m "slow and not nightly and not gpu and not xla and not verbs and not slurm and not k8s" --durations=25
 
 test-nightly: $(STAMP) $(VENV)/.wheels  ## random programs, all of torch's operators, chaos, sanitizers, model checker: half an hour
-	$(BIN)/python -m tests.halves -m "nightly and not gpu and not xla and not verbs and not slurm" --durations=25
+	$(BIN)/python -m tests.parallel_runs -m "nightly and not gpu and not xla and not verbs and not slurm" --durations=25
 
 # Without fork each process imports torch, so these take longer than with `make test`.
 test-portable: $(PORTABLE)/.installed  ## the code for macOS: the portable core, and no fork, /proc, memfd and so on
-	MONARCH_PORTABLE=1 $(PORTABLE)/bin/python -m tests.halves -m "not slow and not gpu and not xla and not verbs and not slurm" --durations=10 -- $(PORTABLE_TESTS) -- $(PORTABLE_TESTS_BESIDE)
+	MONARCH_PORTABLE=1 $(PORTABLE)/bin/python -m tests.parallel_runs -m "not slow and not gpu and not xla and not verbs and not slurm" --durations=10 -- $(PORTABLE_TESTS) -- $(PORTABLE_TESTS_BESIDE)
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/worker/test_record_sanitizers.py
