@@ -33,6 +33,7 @@ def main() -> None:
         mean = fabric.all_reduce(loss.detach().clone())
         print(f"rank {fabric.global_rank} step {step} loss {loss:.9g} mean {mean:.9g}")
     print(f"rank {fabric.global_rank} rows {fabric.all_reduce(seen, reduce_op='sum')}")
+    dist.barrier()  # Gloo's destructor keeps the GIL and waits for its threads, which may still need it for the sum
     dist.destroy_process_group()  # without it, Gloo's threads may abort the exit
 
 
