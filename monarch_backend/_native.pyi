@@ -233,8 +233,8 @@ class Operation:
 def collectives() -> tuple[tuple[str, bool, bool], ...]:
     """Return for each collective its name, whether it has a root, and whether it reduces."""
 
-def work_wait() -> Any:
-    """Return the method ``wait`` for a class of works that fast paths make."""
+def work_wait(method: Callable[..., bool]) -> Any:
+    """Return the method ``wait`` for a class of works that fast paths make, in place of this one in Python."""
 
 class ShmGroup:
     def __init__(

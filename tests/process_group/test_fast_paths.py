@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -291,6 +292,22 @@ def _looks(_rank: int) -> None:
 
 def test_fast_path_looks_like_its_method() -> None:
     run_ranks(_looks, 1)
+
+
+def _wait_looks(rank: int) -> None:
+    sent, received = torch.ones(4), torch.zeros(4)
+    works = [dist.all_reduce(torch.ones(4), async_op=True), dist.broadcast(torch.ones(4), 0, async_op=True)]
+    works += [dist.isend(sent, 1 - rank), dist.irecv(received, 1 - rank)]
+    for work in works:
+        assert work.wait.__name__ == "wait"
+        assert work.wait.__qualname__.endswith("Work.wait")
+        assert list(inspect.signature(work.wait).parameters) == ["timeout"]
+        assert functools.update_wrapper(functools.partial(work.wait), work.wait)()
+
+
+def test_wait_of_a_fast_path_looks_like_a_method() -> None:
+    """DeepSpeed wraps it in a function with its name."""
+    run_ranks(_wait_looks, 2)
 
 
 def _interrupted(rank: int, kind: str) -> list[float]:

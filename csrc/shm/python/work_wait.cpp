@@ -58,6 +58,7 @@ py::object wait(PyObject* self) {
 struct WaitMethod {
   PyObject_HEAD
   vectorcallfunc vectorcall;
+  PyObject* method;  // the one in Python that this replaces
 };
 
 // C++ callers always give a timeout, which is zero for none.
@@ -79,11 +80,28 @@ PyObject* bind_wait(PyObject* self, PyObject* work, PyObject*) {
   return PyMethod_New(self, work);
 }
 
+// All attributes are the method's: its name, its documentation, and by `__wrapped__` its signature.
+PyObject* attribute(PyObject* self, PyObject* name) {
+  PyObject* const method = reinterpret_cast<WaitMethod*>(self)->method;
+  if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(method);
+  if (PyUnicode_CompareWithASCIIString(name, "__class__") == 0) return PyObject_GenericGetAttr(self, name);
+  return PyObject_GetAttr(method, name);
+}
+
+void free_wait(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  Py_XDECREF(reinterpret_cast<WaitMethod*>(self)->method);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
 PyTypeObject* make_wait_type() {
   static PyMemberDef members[] = {
       {"__vectorcalloffset__", T_PYSSIZET, offsetof(WaitMethod, vectorcall), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
   static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(free_wait)},
                                 {Py_tp_descr_get, reinterpret_cast<void*>(bind_wait)},
+                                {Py_tp_getattro, reinterpret_cast<void*>(attribute)},
                                 {Py_tp_members, members},
                                 {0, nullptr}};
   static PyType_Spec spec{"monarch_backend._native.WaitMethod", sizeof(WaitMethod), 0,
@@ -115,10 +133,11 @@ void wait_on(Group& group, Operation& operation) {
   }
 }
 
-py::object make_work_wait() {
+py::object make_work_wait(const py::object& method) {
   auto* const self = reinterpret_cast<WaitMethod*>(wait_type->tp_alloc(wait_type, 0));
   if (self == nullptr) throw py::error_already_set();
   self->vectorcall = call_wait;
+  self->method = py::object(method).release().ptr();
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
 }
 

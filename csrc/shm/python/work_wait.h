@@ -10,8 +10,9 @@
 namespace monarch {
 
 // The method `wait` for the class of their works. It takes the operation back from the progress thread and moves it. It
-// calls the method `wait_at_length` for a failed operation, for one with a future, and if it has a time limit.
-pybind11::object make_work_wait();
+// calls the method `wait_at_length` for a failed operation, for one with a future, and if it has a time limit. Its
+// attributes, such as its name, are those of `method`, the same in Python.
+pybind11::object make_work_wait(const pybind11::object& method);
 
 // Give a submitted operation to the progress thread, without a callback.
 void hand_over(Engine& engine, const std::shared_ptr<Group>& group, const std::shared_ptr<Operation>& operation);

@@ -250,7 +250,7 @@ class FastPathWork(AsyncWork):
     __init__ = dist.Work.__init__
     _group: Any = None
 
-    wait = _native.work_wait()
+    wait = _native.work_wait(AsyncWork.wait)
     wait_at_length = AsyncWork.wait
 
     def is_completed(self) -> bool:
