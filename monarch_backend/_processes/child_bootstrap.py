@@ -165,7 +165,9 @@ def _use_threads(spec: Spawn) -> None:
     asked = spec.threads or (len(spec.cpus) if spec.cpus else None)
     torch = sys.modules.get("torch")
     wanted = _from_environment("OMP_NUM_THREADS", "MKL_NUM_THREADS") or asked
-    if torch is not None and wanted is not None and torch.get_num_threads() != wanted:
+    if torch is None and wanted is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(wanted))  # torch reads it when the process imports it
+    elif torch is not None and wanted is not None and torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
     default = platform.usable_cpus() if platform.HAS_AFFINITY else None
     wanted = _from_environment("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") or asked or default

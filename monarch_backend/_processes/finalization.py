@@ -26,7 +26,7 @@ _FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 def remember_preloaded() -> None:
     """Treat all packages that are imported so far as the runtime's: they are not torn down."""
     global _preloaded
-    _preloaded = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
+    _preloaded = frozenset(name.partition(".")[0] for name in (*sys.modules, "torch")) - {"__main__"}
     # torch has one for each of its 134 libraries of operators. Their run at exit took 35 ms of each process.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False

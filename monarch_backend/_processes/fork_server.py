@@ -27,7 +27,7 @@ from typing import NoReturn
 
 import msgspec
 
-from monarch_backend._core import platform
+from monarch_backend._core import env, platform
 from monarch_backend._processes import child_bootstrap, finalization, local_sockets, system_calls
 from monarch_backend._processes.child_table import Processes, StartError
 from monarch_backend._processes.spawn_protocol import (
@@ -43,10 +43,9 @@ from monarch_backend._processes.spawn_protocol import (
 )
 
 # Higher layers name theirs when they make a Spawner.
+_WITH_TORCH = ("torch", "torch.distributed", "monarch_backend.process_group")
 _PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "monarch_backend.process_group",
+    *_WITH_TORCH,
     "asyncio",
     "concurrent.futures",
     "logging",
@@ -100,8 +99,10 @@ def preload(more: Sequence[str] = ()) -> None:
     if not platform.HAS_SAFE_FORK:
         return
     with child_bootstrap.without_collector():
+        left_out = () if env.get("MONARCH_PRELOAD_TORCH") else _WITH_TORCH
         for name in (*_PRELOAD, *more):
-            importlib.import_module(name)
+            if name not in left_out:
+                importlib.import_module(name)
         for name in _PRELOAD_IF_THERE:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)

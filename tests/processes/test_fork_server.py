@@ -251,6 +251,26 @@ def test_threads(
         assert cpus == str(sorted(options.get("cpus", os.sched_getaffinity(0))))
 
 
+def test_server_without_torch_starts_processes_that_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_PRELOAD_TORCH", "0")
+
+    def main() -> None:
+        import sys
+
+        had_torch = "torch" in sys.modules
+        import torch
+
+        print(had_torch, torch.get_num_threads())
+
+    plain = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
+    host = Host()
+    try:
+        outcome = host.run(main, environment=plain, threads=2)
+        assert (outcome.out, outcome.exited.returncode) == ("False 2\n", 0), outcome.err
+    finally:
+        host.spawner.close()
+
+
 def test_a_large_main_and_many_files(host: Host) -> None:
     data = os.urandom(5 << 20)
     outcome = host.run(lambda: print(len(data), data[-8:].hex()))
