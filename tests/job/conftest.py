@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.slurm_cluster import SlurmCluster, refusal, slurm_cluster
 from tests.support.waiting import wait_until
+from tests.support.without_torch import programs_without_torch as programs_without_torch
 
 ROOT = Path(__file__).parents[2]
 
