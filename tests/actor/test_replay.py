@@ -198,6 +198,7 @@ def test_calls_of_the_actor_are_answered_from_the_file(replays: Replays, source:
     replays.is_exact("caller")
 
 
+@pytest.mark.slow
 def test_loss_of_a_peer_is_replayed(replays: Replays, faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": 2}) as others, recorded(replays.folder) as procs:
         caller = procs.spawn("caller", Caller, others.spawn("source", Source))
@@ -227,6 +228,7 @@ def test_collectives_and_registered_memory_raise_errors_that_name_them(replays: 
     assert "ReplayError: registered memory, or an attached host, is not recorded" in second
 
 
+@pytest.mark.slow
 def test_order_of_concurrent_messages_is_replayed(replays: Replays, source: ActorMesh) -> None:
     with recorded(replays.folder) as procs:
         actor = procs.spawn("actor", Interleaved, source)
@@ -267,6 +269,7 @@ def test_deviation_names_the_message_and_both_results(replays: Replays) -> None:
     assert done.out.endswith(f"deviation: {deviation}\n2 of 2 messages replayed: 1 deviation\n")
 
 
+@pytest.mark.slow
 def test_recording_survives_a_kill_in_the_middle(replays: Replays, source: ActorMesh, faults: Faults) -> None:
     with recorded(replays.folder) as procs:
         caller = procs.spawn("caller", Caller, source)
@@ -284,6 +287,7 @@ def test_recording_survives_a_kill_in_the_middle(replays: Replays, source: Actor
     assert "-> self.source.slice(gpus=0).hold.call_one().get()\n" in done.out
 
 
+@pytest.mark.slow
 def test_cancelled_message_is_replayed_as_cancelled(replays: Replays, source: ActorMesh) -> None:
     with recorded(replays.folder) as procs:
         caller = procs.spawn("caller", Caller, source)
@@ -297,6 +301,7 @@ def test_cancelled_message_is_replayed_as_cancelled(replays: Replays, source: Ac
     replays.is_exact("caller")
 
 
+@pytest.mark.slow
 def test_limit_of_bytes_ends_the_recording_and_the_file_says_so(
     replays: Replays, capfd: pytest.CaptureFixture[str]
 ) -> None:

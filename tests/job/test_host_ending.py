@@ -121,6 +121,7 @@ def test_host_ends_during_its_notice_with_its_last_controller(job: ProcessJob) -
     assert [each.state for each in job.status()] == ["gone", "up"]
 
 
+@pytest.mark.slow
 def test_second_signal_ends_the_notice(job: ProcessJob) -> None:
     assert in_program(use_a_host_to_its_end, job.path, True) == ("ending", False)
 
@@ -144,6 +145,7 @@ def attach_both_hosts(path: Path) -> list[str]:
     return states
 
 
+@pytest.mark.slow
 def test_program_that_attaches_during_a_notice_receives_it(job: ProcessJob) -> None:
     assert in_program(attach_twice_during_a_notice, job.path, timeout=120) == ["ending", "ending"]
 
@@ -202,6 +204,7 @@ def receive_the_notice(address: str, pid: int) -> str:
     return reason
 
 
+@pytest.mark.slow
 def test_another_signal_can_be_the_notice() -> None:
     with host_with(60) as (process, address):
         assert in_program(receive_the_notice, address, process.pid) == "it has received SIGURG"
@@ -217,6 +220,7 @@ def answer_after_the_signal(address: str, pid: int) -> str:
     return answer
 
 
+@pytest.mark.slow
 def test_signal_of_a_notice_without_one_does_nothing() -> None:
     with host_with(0) as (process, address):
         assert in_program(answer_after_the_signal, address, process.pid) == "still there"

@@ -92,8 +92,8 @@ def programs(job: Job) -> list[dict[str, Any]]:
         assert ran.returncode == 0, ran.stderr
         found: list[dict[str, Any]] = json.loads(ran.stdout)
         there = [each for each in found if each["host"]]
-        busy = [a for each in there for p in each["processes"] for a in p["activities"] if a["state"] == "running"]
-        if len(busy) == 2 or time.monotonic() > deadline:
+        activities = [(a["state"], a["detail"]) for each in there for p in each["processes"] for a in p["activities"]]
+        if activities == [("running", "sleep")] * 2 or time.monotonic() > deadline:
             return found
 
 
@@ -202,6 +202,7 @@ def look(path: Path) -> dict[str, Any]:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("programs")
 def test_all_looks_reach_the_host(job: Job) -> None:
     found = in_program(look, job.path)
@@ -220,6 +221,7 @@ def test_all_looks_reach_the_host(job: Job) -> None:
     assert found["sql"] == [[2]] and found["slices"].count("sleeper.sleep") == 2
 
 
+@pytest.mark.slow
 def test_one_process_of_the_host_gets_a_signal(job: Job, programs: list[dict[str, Any]]) -> None:
     [worker] = [p for each in programs for p in each["processes"] if p["label"] == "hosts 0 gpus 1 of workers"]
     state = Path(f"/proc/{worker['pid']}/stat")
@@ -268,6 +270,7 @@ def test_commands_read_the_host(job: Job, tmp_path: Path) -> None:
     assert "profiles of 3 of 3 processes" in profile.stdout, profile.stdout + profile.stderr
 
 
+@pytest.mark.slow
 def test_host_that_is_gone_is_named(job: Job, tmp_path: Path) -> None:
     content = json.loads(job.path.read_text())
     lost = content["hosts"][0] | {"index": 1, "where": "lost", "address": "tcp://127.0.0.1:9"}
@@ -296,6 +299,7 @@ def test_job_without_its_secret_names_its_hosts(job: Job, tmp_path: Path) -> Non
     assert text.startswith(f"{HOST}: the job's secret cannot be read: ") and "No such file" in text
 
 
+@pytest.mark.slow
 def test_hosts_are_attached_at_the_same_time(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of two hosts ends its connection before both have one."""
     both, met = threading.Barrier(2), list[int]()

@@ -215,6 +215,7 @@ attach_to_workers([address], secret=secret, timeout=60).spawn_procs({"gpus": 1})
 """
 
 
+@pytest.mark.slow
 def test_agent_of_a_failed_attach_is_no_attached_controller() -> None:
     def codes(_rank: int, _address: str) -> list[int]:
         ends: queue.SimpleQueue[int] = queue.SimpleQueue()

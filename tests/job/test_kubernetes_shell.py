@@ -110,6 +110,7 @@ def test_large_output_and_success(cluster: Cluster) -> None:
     assert code == 0 and out == bytes(1_000_000)
 
 
+@pytest.mark.slow
 def test_large_input_with_larger_output_is_passed(cluster: Cluster) -> None:
     """Both directions are full at the same time, in which case each side has to read in order to send."""
     given = os.urandom(8 << 20)

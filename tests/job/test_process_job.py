@@ -52,6 +52,7 @@ def names(path: Path) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_programs_find_their_meshes(applied: ProcessJob) -> None:
     assert in_program(names, applied.path) == [["trainers0", "trainers0"], ["dataloaders0", "dataloaders0"]]
 
@@ -79,6 +80,7 @@ def _with_hosts_elsewhere(path: Path, folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_history_has_the_processes_of_all_hosts(applied: ProcessJob, tmp_path: Path) -> None:
     assert in_program(keep, applied.path, tmp_path).startswith("added ")
     query = "select host, endpoint from messages join processes on pid = to_pid where endpoint = 'host' order by 1"
