@@ -304,7 +304,7 @@ class DeadlockDetector:
             if probe.received != (0 if flow is None else flow.sent):  # a value is on its way
                 return None
             return None if answer is None or answer.explicit else wait
-        return wait if any(frame.ref == probe.ref for frame in _queued(runner, peer)) else None
+        return wait if any(frame.ref == probe.ref for frame in runner.inbox.sent_by(peer)) else None
 
     def _full(self, peer: Peer, probe: Deadlock) -> _Wait | None:
         """Return the wait of the actor whose queue holds all credit of the probe's sender; None if it may come back.
@@ -429,19 +429,13 @@ def _is_own(runner: ActorRunner) -> bool:
     return not runner.is_async and runner.code.thread_id == threading.get_ident()
 
 
-def _queued(runner: ActorRunner, peer: Peer) -> list[Frame]:
-    """Return the messages from a process in an actor's queue."""
-    return [item[1] for item in list(runner.inbox) if isinstance(item, tuple) and item[0] is peer]
-
-
 def _held(runner: ActorRunner, peer: Peer, calls: set[int] | None) -> int:
     """Return the credits of a process that the messages in an actor's queue hold until the actor takes them.
 
     Other calls than ``calls`` can be cancelled, which takes them from the queue. So they do not count.
     """
-    return sum(
-        credit_of(frame) for frame in _queued(runner, peer) if frame.ref == 0 or calls is None or frame.ref in calls
-    )
+    queued = runner.inbox.sent_by(peer)
+    return sum(credit_of(frame) for frame in queued if frame.ref == 0 or calls is None or frame.ref in calls)
 
 
 def _error(members: list[DeadlockMember]) -> DeadlockError:

@@ -12,6 +12,7 @@ import pytest
 
 from monarch_backend._actor import deadlocks
 from monarch_backend._actor.deadlocks import DeadlockDetector, _CreditWait
+from monarch_backend._actor.execution.message_queue import MessageQueue
 from monarch_backend._actor.execution.runner import StreamCredit
 from monarch_backend._transport.local.frames import Deadlock, DeadlockMember, DeadlockStep
 from tests.testing import random_deadlock_world
@@ -94,7 +95,7 @@ def _detector(sent: int | None) -> tuple[DeadlockDetector, Any, _Peer]:
     flow.sent = sent or 0
     code = SimpleNamespace(is_cancelled=False, aborted=None, running=(peer, 3))
     runner = SimpleNamespace(
-        actor=7, failure=None, code=code, running_reply=SimpleNamespace(explicit=False), inbox=[],
+        actor=7, failure=None, code=code, running_reply=SimpleNamespace(explicit=False), inbox=MessageQueue(None),  # type: ignore[arg-type]
         streams={} if sent is None else {(peer.token, 3): flow},
     )  # fmt: skip
     wait = SimpleNamespace(runner=runner, what=SimpleNamespace(ready=False))

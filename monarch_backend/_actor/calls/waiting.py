@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor import context
+from monarch_backend._actor.calls import own_waits
 from monarch_backend._actor.calls.wait_notice import noticed
 from monarch_backend._actor.errors import DeadlockError
 from monarch_backend._core import debug_log
@@ -84,19 +85,15 @@ class Waiting:
     def on_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
         """Log why a message must wait. Raise RuntimeError if it would wait for the actor that sends it."""
         runner = context.runner.get()
-        if peer is self._runtime.router.me and runner is not None and (kind == Kind.PORT or target == runner.actor):
-            # They cannot be received while it waits here. Other actors of this process have threads of their own.
+        own = peer is self._runtime.router.me
+        if own and runner is not None and own_waits.fills_own_queue(self._runtime, runner, kind, target):
             receiver = "a port of its own process" if kind == Kind.PORT else "itself"
             raise RuntimeError(f"{runner.name} has sent so many messages to {receiver} that the queue is full: {why}")
         log_wait(why)
 
     def _refuse_to_wait(self, runner: ActorRunner, what: Any) -> None:
         """Raise DeadlockError where an actor waits for its own reply: it handles one message at a time."""
-        core = getattr(what, "core", None)
-        if core is None or core.actor != runner.actor or what.ready or runner.code.thread_id != threading.get_ident():
-            return
-        me = self._runtime.router.me
-        if getattr(what, "peer", None) is me or me in getattr(what, "peers", ()):
+        if own_waits.waits_for_own_reply(self._runtime, runner, what):
             raise DeadlockError(
                 f"{runner.name} would never continue: it handles one message at a time, and waits for its own reply to "
                 f"{what.endpoint}. Call the method, self.method(...), or make the endpoints concurrent (async)"

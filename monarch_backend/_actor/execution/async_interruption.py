@@ -46,6 +46,9 @@ class RunningTasks(RunningCode):
         self._to_cancel: dict[MessageKey, str] = {}  # reasons of cancellations that the loop has not handled yet
         self._interrupted_tasks: set[MessageKey] = set()  # interrupted to end the actor
 
+    def is_running(self, message: MessageKey) -> bool:
+        return message in self.tasks or super().is_running(message)
+
     # ---- on the loop's thread
 
     def forget(self, key: MessageKey) -> None:

@@ -114,6 +114,10 @@ class RunningCode:
 
     # ---- from any thread
 
+    def is_running(self, message: tuple[Peer, int]) -> bool:
+        """Return whether this message, as (peer, number), runs."""
+        return bool(self.running == message)
+
     def cancel(self, peer: Peer, ref: int, reason: str) -> None:
         running = (peer, ref)
         with self.lock:

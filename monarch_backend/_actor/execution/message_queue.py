@@ -41,6 +41,11 @@ class ReplyHandle:
         return self._frame.prefix
 
     @property
+    def ref(self) -> int:
+        """Number of the call, 0 for a message without a reply."""
+        return self._frame.ref
+
+    @property
     def wanted(self) -> bool:
         return self._frame.ref != 0 or self.port is not None
 
@@ -113,6 +118,10 @@ class MessageQueue(deque[Message | Job]):
         with contextlib.suppress(IndexError):
             while True:
                 yield self.popleft()
+
+    def sent_by(self, peer: Peer) -> list[Frame]:
+        """Return the waiting messages from a process."""
+        return [item[1] for item in list(self) if isinstance(item, tuple) and item[0] is peer]
 
     def inherit(self, items: list[Message | Job]) -> None:
         """Put the messages of a former actor first."""

@@ -399,6 +399,10 @@ class ActorRunner:
             wait_post_mortem(error)
             raise
 
+    def has_explicit_reply(self, ref: int) -> bool:
+        """Return whether a port replies to this call, or to another process's call of the same number."""
+        return any(answer.ref == ref for answer in list(self._asked))
+
     def _port(self, answer: ReplyHandle) -> ReplyPort[Any]:
         answer.explicit = True
         self._asked.add(answer)
