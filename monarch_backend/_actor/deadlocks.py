@@ -6,6 +6,7 @@ process keeps the whole graph, and it works over hosts. An edge is certain or do
 
 - The waiting thread is the actor's own. It waits without any limit of time, for one of these:
 - The reply of a call. The call is queued at the actor or is its running message, and nothing else can send the reply.
+  An endpoint with an explicit reply port only sends with it (execution/port_use.py).
 - The next value of the only generator that has not ended. All values that the generator has sent have arrived.
 - Credit for a message to a process. One waiting actor there has a whole window of credits in its queue, in messages
   from this process that nothing but this actor takes from the queue. Members of the cycle in that process count, too.
@@ -64,10 +65,11 @@ _ANY_ACTOR = 0
 class _Wait:
     """Wait of an actor for the replies of a call."""
 
-    __slots__ = ("actor", "forwarded", "pause", "ref", "runner", "timer", "waits_for", "what")
+    __slots__ = ("actor", "forwarded", "keeps_reply", "pause", "ref", "runner", "timer", "waits_for", "what")
 
     def __init__(self, runner: ActorRunner, what: Any) -> None:
         self.runner, self.what = runner, what
+        self.keeps_reply = runner.keeps_reply()
         self.pause = FIRST_PROBE_S
         self.timer: Timer | None = None
         self.forwarded: dict[tuple[str, int], int] = {}  # number of the last probe of each sender
@@ -298,12 +300,12 @@ class DeadlockDetector:
         wait = self._wait_of(probe.actor)
         if wait is None:
             return None
-        runner, answer = wait.runner, wait.runner.running_reply
+        runner = wait.runner
         if runner.code.running == (peer, probe.ref):
             flow = runner.streams.get((peer.token, probe.ref))
             if probe.received != (0 if flow is None else flow.sent):  # a value is on its way
                 return None
-            return None if answer is None or answer.explicit else wait
+            return wait if wait.keeps_reply else None
         return wait if any(frame.ref == probe.ref for frame in runner.inbox.sent_by(peer)) else None
 
     def _full(self, peer: Peer, probe: Deadlock) -> _Wait | None:

@@ -212,7 +212,7 @@ class _ReplayReply(ReplyHandle):
         self._scope = current.get()
 
     def __call__(self, status: bytes, body: Any, buffers: Any = None) -> None:
-        self._due = False
+        self.is_due = False
         scope = self._scope
         if scope is None or status in (Status.DEAD, Status.LOST):
             return
@@ -234,7 +234,7 @@ class _ReplayReply(ReplyHandle):
             self._scope.is_cancelled = True
 
     def dropped(self) -> None:
-        if self.wanted and self._due:
+        if self.wanted and self.is_due:
             self(Status.ERROR, b"")
 
 

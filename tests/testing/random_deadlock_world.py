@@ -1,4 +1,4 @@
-"""Random worlds of actors that fill each other's queues, call each other and read each other's generators.
+"""Random worlds of actors that fill each other's queues, call each other, read each other's generators and use ports.
 
 `run` runs one world with the detection of deadlocks, whose probes are frequent. In half of the worlds a cycle that is
 found raises nothing: the run goes on, and none of its waits may end any more. Otherwise each member must raise.
@@ -7,6 +7,7 @@ found raises nothing: the run goes on, and none of its waits may end any more. O
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from monarch_backend._actor.meshes import mesh_state
 from monarch_backend._testing.process import SimulatedProgressLoop
 from monarch_backend._transport.local.event_loop import ProgressLoop
 from monarch_backend._transport.local.frames import Deadlock, DeadlockMember
-from monarch_backend.actor import Actor, ActorError, DeadlockError, endpoint, this_host
+from monarch_backend.actor import Actor, ActorError, DeadlockError, Port, endpoint, this_host
 from monarch_backend.testing import Conditions, Simulation, SimulationError
 
 MAX_DEPTH = 3
@@ -69,6 +70,7 @@ class World:
         self.found.append((self.simulation.now, members))
         self.counts["cycles"] += 1
         self.counts["with credit"] += any(not each.waits_for for each in members)
+        self.counts["with a port"] += any(each.endpoint == "reply" for each in members)
         self.counts["with a generator"] += any(each.waits_for.endswith(".values") for each in members)
         if not self.is_dry:
             return
@@ -111,6 +113,9 @@ class World:
             (1, lambda: target.work.options(timeout=limit).call_one(below).get()),
             (3, lambda: list(target.values.call_one(rng.randrange(40), below))),
             (1, lambda: everyone.work.call(below).get()),
+            (3, lambda: target.reply.call_one(below).get()),
+            (1, lambda: target.reply_elsewhere.call_one(below).get()),
+            (1, lambda: everyone.reply.call(below).get()),
         ]
         weights, acts = zip(*choices, strict=True)
         with contextlib.suppress(RuntimeError, ActorError, TimeoutError):  # an error would end a call of all ranks
@@ -170,6 +175,29 @@ class Worker(Actor):
     def work(self, depth: int) -> None:
         for _ in range(here.rng.randrange(1, 4) if depth > 0 else 0):
             here.act(*self.known, depth)
+
+    @endpoint(explicit_response_port=True)
+    def reply(self, port: Port[int], depth: int) -> None:
+        """Reply before or after something that may wait."""
+        if here.rng.random() < 0.2:
+            port.send(1)
+        if depth > 0:
+            here.act(*self.known, depth)
+        port.send(2)
+
+    @endpoint(explicit_response_port=True)
+    def reply_elsewhere(self, port: Port[int], depth: int) -> None:
+        """Leave the reply to an event or to another actor, and do something that may wait."""
+        if here.rng.random() < 0.5:
+            here.simulation.later(here.rng.random() * 0.1, functools.partial(port.send, 3))
+        else:
+            here.rng.choice(self.known[0]).send_to.push(port)
+        if depth > 0:
+            here.act(*self.known, depth)
+
+    @endpoint
+    def send_to(self, port: Port[int]) -> None:
+        port.send(4)
 
     @endpoint
     def values(self, count: int, depth: int) -> Iterator[int]:

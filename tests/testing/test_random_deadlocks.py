@@ -12,6 +12,7 @@ import pytest
 
 from monarch_backend._actor import deadlocks
 from monarch_backend._actor.deadlocks import DeadlockDetector, _CreditWait
+from monarch_backend._actor.execution import runner as actor_runner
 from monarch_backend._actor.execution.message_queue import MessageQueue
 from monarch_backend._actor.execution.runner import StreamCredit
 from monarch_backend._transport.local.frames import Deadlock, DeadlockMember, DeadlockStep
@@ -38,7 +39,7 @@ def test_worlds_have_cycles_of_each_kind() -> None:
     counts: Counter[str] = Counter()
     for seed in range(100):
         counts += random_deadlock_world.run(seed).counts
-    assert counts["with credit"] > 2 and counts["with a generator"] > 2, counts
+    assert all(counts[f"with {kind}"] > 2 for kind in ("credit", "a generator", "a port")), counts
 
 
 def _one_credit_more(runner: Any, peer: Any, calls: Any) -> int:
@@ -54,12 +55,17 @@ def _all_calls(*_: Any) -> None:
     return None
 
 
+def _always(_method: Any) -> bool:
+    return True
+
+
 _HELD = deadlocks._held
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "one credit on its way": (deadlocks, "_held", _one_credit_more),
     "credit on its way": (deadlocks, "_held", _any_credit),
     "calls that are cancelled": (DeadlockDetector, "_waited_calls", _all_calls),
+    "ports that other code has": (actor_runner, "only_sends", _always),
 }
 
 
@@ -98,7 +104,7 @@ def _detector(sent: int | None) -> tuple[DeadlockDetector, Any, _Peer]:
         actor=7, failure=None, code=code, running_reply=SimpleNamespace(explicit=False), inbox=MessageQueue(None),  # type: ignore[arg-type]
         streams={} if sent is None else {(peer.token, 3): flow},
     )  # fmt: skip
-    wait = SimpleNamespace(runner=runner, what=SimpleNamespace(ready=False))
+    wait = SimpleNamespace(runner=runner, what=SimpleNamespace(ready=False), keeps_reply=True)
     runtime: Any = SimpleNamespace(progress=None, runners={7: runner})
     detector = DeadlockDetector(runtime)
     detector._waits[7] = wait  # type: ignore[assignment]
@@ -117,7 +123,7 @@ def test_generator_counts_if_all_of_its_values_have_arrived(sent: int | None, re
 
 def _credit_wait(runners: dict[int, Any], pending: dict[int, Any], root: Any) -> _CreditWait:
     runtime = SimpleNamespace(ids=iter(range(100)), root=root, runners=runners, pending=pending)
-    runner: Any = SimpleNamespace(program=runtime, actor=7, failure=None)
+    runner: Any = SimpleNamespace(program=runtime, actor=7, failure=None, keeps_reply=lambda: True)
     runners[7] = runner
     return _CreditWait(runner, SimpleNamespace(receiver=_Peer(), ready=False))
 

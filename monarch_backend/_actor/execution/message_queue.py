@@ -25,7 +25,7 @@ Job = Callable[[], Any]
 
 
 class ReplyHandle:
-    __slots__ = ("__weakref__", "_due", "_frame", "_peer", "_program", "_sent", "_via", "explicit", "port")
+    __slots__ = ("__weakref__", "_frame", "_peer", "_program", "_sent", "_via", "explicit", "is_due", "port")
 
     def __init__(self, program: Runtime, message: Message, port: Address | None) -> None:
         self._program = program
@@ -33,7 +33,7 @@ class ReplyHandle:
         self.port = port
         self._sent = False
         self.explicit = False  # the endpoint replies through a port
-        self._due = True  # neither sent nor passed on
+        self.is_due = True  # neither sent nor passed on
 
     @property
     def prefix(self) -> bytes:
@@ -50,7 +50,7 @@ class ReplyHandle:
         return self._frame.ref != 0 or self.port is not None
 
     def __call__(self, status: bytes, body: Any, buffers: Any = None) -> None:
-        frame, self._due = self._frame, False
+        frame, self.is_due = self._frame, False
         if self.port is not None:
             target = port_at(self.port, frame.rank)
             try:
@@ -65,7 +65,7 @@ class ReplyHandle:
 
     def hand_on(self) -> Port[Any]:
         """Return a port for the reply that other processes can use."""
-        self._due = False
+        self.is_due = False
         if self.port is not None:
             return port_at(self.port, self._frame.rank)
         if self._via is not None and not self._sent:
@@ -77,13 +77,13 @@ class ReplyHandle:
         """Send an error, as the endpoint's port was collected. Takes no lock: the garbage collector may call it
         anywhere.
         """
-        if self.wanted and self._due:
+        if self.wanted and self.is_due:
             error = RuntimeError("the endpoint has dropped its port without a reply")
             self._program.call_soon(lambda: self(Status.ERROR, pack_error(error)))
 
     def lost(self, failure: MeshFailure) -> None:
         """Report the end of the actor, unless the reply was passed on."""
-        if self.wanted and self._due:
+        if self.wanted and self.is_due:
             self(Status.LOST, pack_failure(failure))
 
     def settle(self) -> None:

@@ -28,6 +28,7 @@ from monarch_backend._actor.errors import CancelledError, Death, MeshFailure
 from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.interruption import CONSTRUCTOR, AbortLimits, RunningCode
 from monarch_backend._actor.execution.message_queue import Job, Message, MessageQueue, ReplyHandle
+from monarch_backend._actor.execution.port_use import only_sends
 from monarch_backend._actor.host_ending import HostEnding
 from monarch_backend._actor.meshes.actor_mesh import blueprint
 from monarch_backend._core import env
@@ -132,6 +133,7 @@ class ActorRunner:
         )
         self._limits = AbortLimits(program.progress, self.code, self._kill_process)
         self.running_reply: ReplyHandle | None = None  # reply of the running message
+        self._explicit_method: Any = None  # the last one that replies through a port
         self.over = False  # it has ended and cleaned up
         self.successor: ActorRunner | None = None
         self._lock = threading.Lock()  # of failure, over and successor
@@ -384,6 +386,7 @@ class ActorRunner:
         method, spec = found
         args, kwargs = loads(frame.body, frame.buffers)
         if spec is not None and spec.explicit_port:
+            self._explicit_method = method
             method(self._port(answer), *args, **kwargs)
             return
         result = method(*args, **kwargs)
@@ -398,6 +401,13 @@ class ActorRunner:
         except Exception as error:
             wait_post_mortem(error)
             raise
+
+    def keeps_reply(self) -> bool:
+        """Return whether only this thread can reply to the running message. Called where the endpoint waits."""
+        answer = self.running_reply
+        if answer is None or not answer.explicit:
+            return answer is not None
+        return answer.is_due and only_sends(self._explicit_method)
 
     def has_explicit_reply(self, ref: int) -> bool:
         """Return whether a port replies to this call, or to another process's call of the same number."""
@@ -564,6 +574,7 @@ class ActorRunner:
             answer.lost(self.failure)
         self.instance = self._plan_body = self._plan_buffers = None
         self._methods.clear()
+        self._explicit_method = None
         if successor is not None:
             successor._inherit(self)
         self.program.router.tell(self.owner, Stopped(self.actor, self.rank, self.generation))
