@@ -322,7 +322,8 @@ class AgentProcess:
         asked = self._asking.get(remote)
         if asked is not None:
             plan = self._plan
-            ask = Ask(plan.token, plan.root, Versions.here(asked.any_torch), plan.heartbeat, plan.silence)
+            here = Versions.here(asked.any_torch)
+            ask = Ask(plan.token, plan.root, here, plan.heartbeat, plan.silence, asked.reads)
             self._tcp.send(remote, b"", [protocol.encode(ask)])
             return
         with self._lock:

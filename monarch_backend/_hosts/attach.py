@@ -132,11 +132,9 @@ class HostRegistry(RuntimeExtension):
             raise ConnectionError(f"{what} ({source})")
         return [each for each in self._add_all(addresses, answers, secret, through) if isinstance(each, Host)]
 
-    def attach_each(
-        self, addresses: Sequence[tuple[str, int]], secret: bytes, patience: float, any_torch: bool
-    ) -> list[Host | str]:
-        """Attach those that can be attached. The others have the reason in place of the host."""
-        return self._add_all(addresses, self._request(addresses, secret, patience, any_torch, None), secret, None)
+    def attach_readable(self, addresses: Sequence[tuple[str, int]], secret: bytes, patience: float) -> list[Host | str]:
+        """Attach, as a reader, those that can be attached. The others have the reason in place of the host."""
+        return self._add_all(addresses, self._request(addresses, secret, patience, False, None, True), secret, None)
 
     def _request(
         self,
@@ -145,6 +143,7 @@ class HostRegistry(RuntimeExtension):
         patience: float,
         any_torch: bool,
         through: Host | None,
+        reads: bool = False,
     ) -> list[Attached | str]:
         """Return the answers of the hosts, or the reasons why there are none."""
         numbers = [next(self._ids) for _ in addresses]
@@ -155,7 +154,7 @@ class HostRegistry(RuntimeExtension):
             self._sent.add(named)
             os.write(self._secret_pipe, secret)
         for number, (host, port) in zip(numbers, addresses, strict=True):
-            self._say(asked, Attach(number, host, port, patience, any_torch, named))
+            self._say(asked, Attach(number, host, port, patience, any_torch, named, reads))
 
         def over() -> bool:
             lost = through is not None and through.lost is not None
@@ -364,17 +363,18 @@ def attach_to_workers(
     return _mesh_of(made, name)
 
 
-def attach_those_that_answer(
+def attach_as_reader(
     workers: Sequence[tuple[str, str]], *, secret: bytes, timeout: float
 ) -> list[HostMesh | str]:  # fmt: skip
     """Attach each of some hosts, given by name and address, as a mesh of its own, all at the same time.
 
+    This program becomes a reader of the hosts, not a controller: a host with a tether or a notice ends all the same.
     Return for each host its mesh, or the reason why it was not attached within ``timeout`` seconds.
     Raises as `attach_to_workers` does, except for a host that is not attached.
     """
     addresses = [parse_address(address) for _, address in workers]
     with _attaching:
-        made = _registry(DEFAULT_HEARTBEAT_S, DEFAULT_SILENCE_S).attach_each(addresses, secret, timeout, False)
+        made = _registry(DEFAULT_HEARTBEAT_S, DEFAULT_SILENCE_S).attach_readable(addresses, secret, timeout)
     return [
         each if isinstance(each, str) else _mesh_of([each], name) for each, (name, _) in zip(made, workers, strict=True)
     ]

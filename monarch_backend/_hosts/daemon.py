@@ -63,7 +63,8 @@ class Daemon:
         self._closing = False
         self._lock = threading.Lock()
         self._agents: dict[int, str] = {}  # tokens of agents, by the spawner's numbers
-        self._last_agent_end = time.monotonic()
+        self._readers: set[int] = set()  # numbers of agents that are for readers
+        self._last_controller_end = time.monotonic()
         self._had_controller = False  # one that has attached this host
         self.is_without_controller = False  # it ends for that reason
         self._ending: tuple[float, str] | None = None  # monotonic time of this host's end, and the reason
@@ -93,7 +94,7 @@ class Daemon:
         """
         with self._lock:
             limit = seconds if self._had_controller else max(first, seconds)
-            attached, left = bool(self._agents), self._last_agent_end + limit - time.monotonic()
+            attached, left = self._is_controlled(), self._last_controller_end + limit - time.monotonic()
         if attached or left > 0:
             # A controller may come and go before ``left`` is over.
             wait = seconds if attached else min(left, seconds)
@@ -106,7 +107,11 @@ class Daemon:
     @property
     def has_controllers(self) -> bool:
         with self._lock:
-            return bool(self._agents)
+            return self._is_controlled()
+
+    def _is_controlled(self) -> bool:
+        """Return whether an agent is there for a controller. Call under the lock."""
+        return len(self._agents) > len(self._readers)
 
     def announce_end(self, seconds: float, reason: str) -> None:
         """Report to all controllers, present and new ones, that this host ends in ``seconds``. Returns at once."""
@@ -161,6 +166,8 @@ class Daemon:
             os.close(write)
         with self._lock:
             self._agents[number] = token
+            if ask.reads:
+                self._readers.add(number)
             is_ending = self._ending is not None
         if is_ending:
             self._tcp.later(0.0, lambda: self._tell_of_end(token))
@@ -170,9 +177,12 @@ class Daemon:
         if isinstance(event, (Exited, SpawnFailed)):
             with self._lock:
                 token = self._agents.pop(event.id, "")
-                self._last_agent_end = time.monotonic()
-                never_attached = isinstance(event, SpawnFailed) or event.returncode == agent.NEVER_ATTACHED
-                self._had_controller = self._had_controller or not never_attached
+                if event.id in self._readers:
+                    self._readers.remove(event.id)
+                else:
+                    self._last_controller_end = time.monotonic()
+                    never_attached = isinstance(event, SpawnFailed) or event.returncode == agent.NEVER_ATTACHED
+                    self._had_controller = self._had_controller or not never_attached
             local_sockets.remove(agent.meeting_point(token))
             is_expected = isinstance(event, Exited) and event.returncode in (0, agent.NEVER_ATTACHED)
             if not is_expected and not self._closing:

@@ -74,13 +74,14 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 class Ask(_Message, tag="ask", frozen=True):
-    """Request of a controller to a daemon: start an agent."""
+    """Request of a controller to a daemon: start an agent. ``reads``: for a reader, which keeps no host running."""
 
     token: str  # of the gateway that sends it: the controller's own one, or an agent of it on another host
     root: str
     versions: Versions
     heartbeat: float
     silence: float
+    reads: bool = False
 
 
 class Welcome(_Message, tag="welcome", frozen=True):
@@ -101,7 +102,7 @@ class Attach(_Message, tag="attach", frozen=True):
 
     ``secret_name``: `name_of` the secret of that host's job. The controller's own gateway finds the secret in its pipe:
     messages are in memory that the program's processes share. An agent on another host gets b"": it has the secret of
-    its job.
+    its job. ``reads`` is that of `Ask`.
     """
 
     id: int
@@ -110,6 +111,7 @@ class Attach(_Message, tag="attach", frozen=True):
     patience: float
     any_torch: bool = False
     secret_name: bytes = b""
+    reads: bool = False
 
 
 class Attached(_Message, tag="attached", frozen=True):

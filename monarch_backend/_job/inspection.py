@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from monarch_backend import _native
 from monarch_backend._core.errors import first_line
 from monarch_backend._core.parallel import in_parallel
-from monarch_backend._hosts.attach import attach_those_that_answer
+from monarch_backend._hosts.attach import attach_as_reader
 from monarch_backend._hosts.connection_settings import parse_address
 from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._job import host_reader, state_file
@@ -375,7 +375,7 @@ def _meshes_of(file: JobFile, hosts: Sequence[HostEntry], secret: bytes) -> list
     named = [(f"{host.mesh}{host.index}", host.address) for host in new]
     reasons: dict[int, str] = {}
     try:
-        answers = attach_those_that_answer(named, secret=secret, timeout=TIMEOUT_S) if named else []
+        answers = attach_as_reader(named, secret=secret, timeout=TIMEOUT_S) if named else []
     except Exception as error:  # this process can attach none
         answers = [first_line(error) for _ in new]
     for host, made in zip(new, answers, strict=True):

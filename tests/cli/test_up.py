@@ -100,7 +100,8 @@ def test_tethered_host_ends_after_its_last_controller() -> None:
             patch.setattr(daemon.os, "kill", lambda *_: ended.set())
             host = daemon.Daemon(new_secret())
             host._tcp.start()
-            host._agents[1] = "0" * 32
+            host._agents.update({1: "0" * 32, 2: "1" * 32})
+            host._readers.add(2)
             host.end_without_controller(0.05)
             result = [ended.wait(0.2)]
             host._event(Exited(1, 0, 0))

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from monarch_backend._hosts import agent, daemon
+from monarch_backend._hosts.attach import attach_as_reader
 from monarch_backend._job import state_file
+from monarch_backend._mesh.runtime_protocol import program
+from monarch_backend._transport.network.auth import user_secret
 from monarch_backend.actor import Actor, Channel, HostEnding, endpoint
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, ProcessJob, SSHJob
@@ -248,3 +251,51 @@ def test_wrong_notice_is_refused(notice: Any) -> None:
     for make in (lambda: ProcessJob({"trainers": 1}, notice=notice), lambda: SSHJob(notice=notice)):
         with pytest.raises((ValueError, TypeError), match="notice="):
             make()
+
+
+# ---- readers
+
+
+@contextlib.contextmanager
+def host(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a host with these options of `monarch-backend up`. Yield its daemon and its address."""
+    command = [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1:0", *options]
+    with new_mark() as mark:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, MARK: mark})
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().split()[-1]
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def control(address: str, pid: int) -> None:
+    """Use a host as its controller. Send SIGTERM to ``pid``, unless it is 0."""
+    attach_to_workers([address], timeout=60).spawn_procs({"gpus": 1}).initialized.get(60)
+    if pid:
+        os.kill(pid, signal.SIGTERM)
+
+
+def read_to_the_end(address: str, pid: int) -> str:
+    """Attach a host as commands that look at a job do, while its controller ends. Return how the host was lost."""
+    [mesh] = attach_as_reader([("host", address)], secret=user_secret(), timeout=60)
+    assert not isinstance(mesh, str), mesh
+    assert mesh.hosts is not None
+    host: Any = program().hosts.find(mesh.hosts[0])  # type: ignore[attr-defined]
+    in_program(control, address, pid)
+    assert wait_until(lambda: host.lost, 60)
+    return str(host.lost)
+
+
+def test_tethered_host_ends_although_a_reader_is_attached() -> None:
+    with host("--tether", "0.5", "--first-tether", "100") as (process, address):
+        assert "is lost" in in_program(read_to_the_end, address, 0)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_notice_ends_with_the_last_controller_although_a_reader_is_attached() -> None:
+    with host("--notice", str(NOTICE)) as (process, address):
+        assert "is lost" in in_program(read_to_the_end, address, process.pid)
+        process.wait(30)
