@@ -145,7 +145,7 @@ class Answers:
 
 
 def _texts(request: AskPlaces) -> list[str]:
-    from monarch_backend._telemetry import whereabouts
+    from monarch_backend._telemetry import late_ranks, whereabouts
 
     end = time.monotonic() + request.timeout / 2  # the other half is for the way
     recorded = whereabouts.processes()
@@ -155,6 +155,7 @@ def _texts(request: AskPlaces) -> list[str]:
         if process is None:
             return "its process records nothing, or has ended"
         call = whereabouts.Call(each.actor, each.rank, each.caller, each.number)
-        return whereabouts.describe(process, call, max(0.05, end - time.monotonic()))
+        place = whereabouts.describe(process, call, max(0.05, end - time.monotonic()))
+        return f"{place}{late_ranks.collective_of(process, each.caller)}"
 
     return in_parallel(text, request.calls)

@@ -16,6 +16,9 @@ from monarch_backend._telemetry.reader import Activity, RecordedProcess
 MIN_WAIT_S = 1.0
 """Seconds for which a rank must have waited. Ranks that enter a collective one after another are not late."""
 
+MAX_NAMED = 4
+"""Late ranks that the text of a long wait names."""
+
 PLACE_TIMEOUT_S = 0.5
 """Seconds in which a late rank must answer where it is."""
 
@@ -71,14 +74,27 @@ def add_to(programs: Iterable[Program]) -> None:
             program_of[times.pid].slow.append({**asdict(times), "text": str(times)})
 
 
-def of_job(processes: Iterable[RecordedProcess]) -> list[LateRank]:
-    """Return the late ranks of a job's processes."""
+def _is_entered(activity: Activity) -> bool:
+    return _is_of_all(activity) and activity.state == State.RUNNING
+
+
+def _is_of_all(activity: Activity) -> bool:
+    """Return whether it is a collective, in which each rank of the group waits for the others."""
+    return activity.kind == Kind.COLLECTIVE and activity.detail not in POINT_TO_POINT
+
+
+def _groups(processes: Iterable[RecordedProcess]) -> list[list[tuple[RecordedProcess, Activity]]]:
+    """Return the last collective of each process, for each group."""
     groups = defaultdict[str, list[tuple[RecordedProcess, Activity]]](list)
     for process in processes:
-        for activity in process.activities:
-            if activity.kind == Kind.COLLECTIVE and activity.detail not in POINT_TO_POINT:
-                groups[activity.name].append((process, activity))
-    late = [each for members in groups.values() for each in _of_group(members)]
+        for activity in filter(_is_of_all, process.activities):
+            groups[activity.name].append((process, activity))
+    return list(groups.values())
+
+
+def of_job(processes: Iterable[RecordedProcess]) -> list[LateRank]:
+    """Return the late ranks of a job's processes."""
+    late = [each for members in _groups(processes) for each in _of_group(members)]
     places = in_parallel(lambda each: whereabouts.place_of(each.process, PLACE_TIMEOUT_S), late)
     return [
         LateRank(
@@ -87,6 +103,32 @@ def of_job(processes: Iterable[RecordedProcess]) -> list[LateRank]:
         )
         for each, place in zip(late, places, strict=True)
     ]  # fmt: skip
+
+
+def collective_of(process: RecordedProcess, caller: int) -> str:
+    """Return ", in ..., which rank 1 has not entered" for a process in a collective that waits for another rank.
+
+    ``caller``: identity of the process that waits for this one. If it is the late rank, each waits for the other.
+    """
+    entered = {(each.name, each.reference) for each in process.activities if _is_entered(each)}
+    if not entered:
+        return ""
+    members = next((job for job in jobs.running().values() if any(each.pid == process.pid for each in job)), [])
+    late = [each for group in _groups(members) for each in _of_group(group)]
+    late = [each for each in late if (each.first.name, each.first.reference) in entered]
+    if not late:
+        return ""
+    first = late[0].first
+    what = f", in {first.detail} #{first.reference} of {first.name}, which"
+    for each in late:
+        if each.process.identity == caller:
+            return (
+                f"{what} this process has not entered as rank {each.rank}. Each waits for the other, until the timeout "
+                "of the group"
+            )
+    ranks = ", ".join(f"rank {each.rank} (pid {each.process.pid})" for each in late[:MAX_NAMED])
+    more = f" and {len(late) - MAX_NAMED} more" if len(late) > MAX_NAMED else ""
+    return f"{what} {ranks}{more} {'has' if len(late) == 1 else 'have'} not entered"
 
 
 def _of_group(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late]:

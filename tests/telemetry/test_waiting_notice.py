@@ -44,6 +44,13 @@ class Worker(Actor):
         self.guard.acquire(timeout=seconds)  # line B
 
     @endpoint
+    def reduce(self, back):
+        import torch, torch.distributed as dist
+        if dist.get_rank() == 1:
+            back.slice(gpus=0).lock.call_one(0).get()
+        dist.all_reduce(torch.ones(2))  # line D
+
+    @endpoint
     def ask(self, seconds):
         return self.other.slice(gpus=2).lock.call_one(seconds).get()  # line C
 
@@ -60,6 +67,9 @@ def main():
         workers.slice(gpus=0).set.call_one(None).get()
     elif case == "chain":
         workers.slice(gpus=0).ask.call_one(1000).get()
+    elif case == "collective":
+        procs.process_group(timeout=100.0).get()
+        workers.reduce.call(workers).get()
     elif case == "several":
         workers.lock.call(1000).get()
     elif case == "short":
@@ -145,6 +155,23 @@ def test_wait_for_an_actor_that_waits_names_both(tmp_path: Path) -> None:
     assert re.search(
         r"worker \(gpus 0\S*\): worker\.lock of trainers has waited 1 s for rank 2 of 3 .*"
         rf"train\.py:{_line('B')} in lock",
+        lines,
+    )
+
+
+@pytest.mark.slow
+def test_wait_for_a_rank_in_a_collective_names_the_late_ranks(tmp_path: Path) -> None:
+    with _running(tmp_path, "collective", "5") as output:
+        found: list[str] = []
+        while not all(any(name in line for line in found) for name in ("worker.reduce of", "worker.lock of")):
+            found.append(next(output))
+    lines = "".join(found)
+    place = rf"it is at .*train\.py:{_line('D')} in reduce"
+    late = r"in all_reduce #\d+ of group \S+, which"
+    assert re.search(rf"worker\.reduce of .*{place}.*, {late} rank 1 \(pid \d+\) has not entered", lines)
+    assert re.search(
+        rf"worker \(gpus 1\S*\): worker\.lock of .* the call is queued behind reduce.*; {place}.*, {late} this process "
+        r"has not entered as rank 1\. Each waits for the other, until the timeout of the group",
         lines,
     )
 

@@ -165,9 +165,10 @@ class _Facts:
         text = f"({', '.join([*where, *_pid(pid)])})"
         if process is None:
             return f"{text}: its process has not started" if peer.expected and peer.link < 0 else text
-        from monarch_backend._telemetry import whereabouts
+        from monarch_backend._telemetry import late_ranks, whereabouts
 
-        return f"{text}: {whereabouts.describe(process, self._call(rank), max(0.05, self._end - time.monotonic()))}"
+        place = whereabouts.describe(process, self._call(rank), max(0.05, self._end - time.monotonic()))
+        return f"{text}: {place}{late_ranks.collective_of(process, me.identity)}"
 
 
 def _pid(pid: int) -> list[str]:
