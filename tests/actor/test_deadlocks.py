@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -77,6 +78,21 @@ class Node(Actor):
         wait_until(Path(theirs).exists, PATIENCE)
         with self._noted():
             target.hop.call_one([]).get()
+
+    @endpoint
+    def hop_with_alarm(self, target: ActorMesh, route: list[ActorMesh], seconds: float) -> str:
+        """Wait for a call until a signal handler raises. The actor has the main thread of its process."""
+
+        def expire(*_: object) -> None:
+            raise TimeoutError("the alarm has rung")
+
+        before = signal.signal(signal.SIGALRM, expire)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            return str(target.hop.call_one(route).get())
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
 
     @endpoint
     def sleep_and_hop(self, seconds: float, route: list[ActorMesh]) -> str:
@@ -473,6 +489,12 @@ def _timeout_of_call_ends_a_cycle(nodes: list[ActorMesh]) -> None:
     assert isinstance(raised.value.__cause__, TimeoutError)
 
 
+def _alarm_ends_a_cycle(nodes: list[ActorMesh]) -> None:
+    with pytest.raises(ActorError) as raised:
+        nodes[0].hop_with_alarm.call_one(nodes[1], [nodes[0]], 2 * LONGER_THAN_A_PROBE_S).get(PATIENCE)
+    assert "the alarm has rung" in str(raised.value)
+
+
 def _concurrent_endpoints(nodes: list[ActorMesh]) -> None:
     a, b = (this_proc().spawn(name, Concurrent) for name in "ab")
     assert a.hop.call_one([b, a, b, a]).get(PATIENCE) == "end"
@@ -499,6 +521,7 @@ def _reply_through_another_actor(nodes: list[ActorMesh]) -> None:
         _waits_for_busy_actor,
         _timeout_of_get_ends_a_cycle,
         _timeout_of_call_ends_a_cycle,
+        _alarm_ends_a_cycle,
         _concurrent_endpoints,
         _reply_through_another_actor,
     ],
