@@ -159,16 +159,16 @@ class Daemon:
         read, write = os.pipe()
         try:
             os.write(write, secret)
-            number = agent.start(self._spawner, f"agent {token[:HOST_ID_LENGTH]}", plan, read)
+            with self._lock:  # its end may be reported before `start` returns
+                number = agent.start(self._spawner, f"agent {token[:HOST_ID_LENGTH]}", plan, read)
+                self._agents[number] = token
+                if ask.reads:
+                    self._readers.add(number)
+                is_ending = self._ending is not None
         except (OSError, RuntimeError, ValueError) as error:
             return Unwelcome(f"no agent can be started: {error}")
         finally:
             os.close(write)
-        with self._lock:
-            self._agents[number] = token
-            if ask.reads:
-                self._readers.add(number)
-            is_ending = self._ending is not None
         if is_ending:
             self._tcp.later(0.0, lambda: self._tell_of_end(token))
         return Welcome(token, protocol.host_name(), here, self._workers)

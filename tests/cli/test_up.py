@@ -16,7 +16,8 @@ import pytest
 
 from monarch_backend._hosts import daemon
 from monarch_backend._hosts.process_identity import Identity
-from monarch_backend._processes.spawner import Exited
+from monarch_backend._hosts.protocol import Ask, Versions
+from monarch_backend._processes.spawner import Exited, SpawnFailed
 from monarch_backend._transport.network.auth import new_secret
 from monarch_backend.cli import main
 from tests.support.ranks import run_ranks
@@ -110,6 +111,26 @@ def test_tethered_host_ends_after_its_last_controller() -> None:
             return result
 
     assert run_ranks(with_and_without_controller, 1, backend=None) == [[False, True]]
+
+
+def test_agent_that_fails_before_its_start_returns_does_not_count() -> None:
+    def fail(_rank: int, _address: str) -> tuple[dict[int, str], bool]:
+        host = daemon.Daemon(new_secret())
+        events: list[threading.Thread] = []
+
+        def start(*_: object) -> int:
+            events.append(threading.Thread(target=host._event, args=(SpawnFailed(7, "no memory"),)))
+            events[0].start()
+            events[0].join(0.2)
+            return 7
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(daemon.agent, "start", start)
+            host._answer(Ask("0" * 32, "1" * 32, Versions.here(), 1.0, 3.0), new_secret())
+        events[0].join(10)
+        return host._agents, host.has_controllers
+
+    assert run_ranks(fail, 1, backend=None) == [({}, False)]
 
 
 def test_invalid_tether_is_refused() -> None:
