@@ -7,7 +7,8 @@ process keeps the whole graph, and it works over hosts. An edge is certain or do
 - The waiting thread is the actor's own. It waits without any limit of time, for one of these:
 - The reply of a call. The call is queued at the actor or is its running message, and nothing else can send the reply.
   An endpoint with an explicit reply port only sends with it (execution/port_use.py).
-- The next value of the only generator that has not ended. All values that the generator has sent have arrived.
+- The next value of the only generator that has not ended, or all values of generators. All values that a generator has
+  sent have arrived.
 - Credit for a message to a process. One waiting actor there has a whole window of credits in its queue, in messages
   from this process that nothing but this actor takes from the queue. Members of the cycle in that process count, too.
 
@@ -81,13 +82,12 @@ class _Wait:
         self.actor, self.ref = call.core.actor, call.ref
         self.waits_for = f"{call.core.name}.{call.endpoint}"[:_MAX_NAME]
 
-    def receivers(self) -> list[Peer]:
-        """Return the processes that each must do something before the wait can end."""
-        return [peer for _, peer in self.what.missing()]
+    def receivers(self) -> list[tuple[Peer, int]]:
+        """Return the processes that each must do something before the wait can end.
 
-    def received(self) -> int:
-        """Return the number of values of a generator that have arrived."""
-        return 0
+        Each has the number of values of its generator that have arrived.
+        """
+        return [(peer, 0) for _, peer in self.what.missing()]
 
     def counts_calls(self) -> bool:
         """Return `Deadlock.counts_calls`."""
@@ -113,17 +113,13 @@ class _Wait:
 
 
 class _StreamWait(_Wait):
-    """Wait of an actor for the next value or reply of a stream."""
+    """Wait of an actor for the next value or reply of a stream, or for all values of generators."""
 
     __slots__ = ()
 
-    def receivers(self) -> list[Peer]:
-        last = self.what.last_sender()
-        return [] if last is None else [last[0]]
-
-    def received(self) -> int:
-        last = self.what.last_sender()
-        return 0 if last is None else int(last[1])
+    def receivers(self) -> list[tuple[Peer, int]]:
+        senders: list[tuple[Peer, int]] = self.what.awaited_senders()
+        return senders
 
     def fail(self, error: DeadlockError) -> None:
         for rank in sorted(self.what._open):
@@ -143,8 +139,8 @@ class _CreditWait(_Wait):
         self._lock = threading.Lock()
         self._is_claimed = self._is_over = False
 
-    def receivers(self) -> list[Peer]:
-        return [self.what.receiver]
+    def receivers(self) -> list[tuple[Peer, int]]:
+        return [(self.what.receiver, 0)]
 
     def counts_calls(self) -> bool:
         """Return whether nothing but a thread that the actor itself has started can cancel a call to the receiver.
@@ -258,11 +254,10 @@ class DeadlockDetector:
         member = self._member(wait)
         if member is None or len(members) >= MAX_MEMBERS:
             return
-        message = Deadlock(
-            DeadlockStep.PROBE, number, wait.actor, wait.ref, [*members, member], wait.received(), wait.counts_calls()
-        )
-        for peer in wait.receivers():
-            self._runtime.router.tell(peer, message)
+        path, counts_calls = [*members, member], wait.counts_calls()
+        for peer, received in wait.receivers():
+            probe = Deadlock(DeadlockStep.PROBE, number, wait.actor, wait.ref, path, received, counts_calls)
+            self._runtime.router.tell(peer, probe)
 
     def receive(self, peer: Peer, message: Deadlock, _: Frame) -> None:
         """Handle a probe, or a message to the members of a cycle."""

@@ -17,6 +17,7 @@ from monarch_backend._actor import context
 from monarch_backend._actor.current_runtime import program
 from monarch_backend._transport.local.tuning import CREDIT_WINDOW
 from monarch_backend.actor import (
+    Accumulator,
     Actor,
     ActorError,
     ActorMesh,
@@ -211,6 +212,18 @@ class Node(Actor):
         except DeadlockError as error:
             self.seen.append((error, time.monotonic()))
         return count
+
+    @endpoint
+    def collect(self, source: ActorMesh, me: ActorMesh, before: int) -> int:
+        """Call a generator that calls this actor after some values. Return how many values have arrived."""
+        with self._noted():
+            return sum(map(len, source.values.call(me, before, 10).get().values()))
+
+    @endpoint
+    def accumulate(self, mesh: ActorMesh, me: ActorMesh) -> int:
+        """Fold the replies of a mesh that calls this actor."""
+        with self._noted():
+            return int(Accumulator(mesh.hop, 0, lambda total, _: total + 1).accumulate([me]).get())
 
     @endpoint
     def taken(self) -> list[tuple[str, str, float]]:
@@ -434,6 +447,22 @@ def test_reader_of_a_generator_that_calls_it_raises(nodes: list[ActorMesh], befo
     assert _call(nodes[1], nodes[0]).get(PATIENCE) == "end"  # the generator has ended
 
 
+@pytest.mark.parametrize("before", [0, 3, 100])
+def test_call_of_a_generator_that_calls_back_raises(nodes: list[ActorMesh], before: int) -> None:
+    start = time.monotonic()
+    error = nodes[0].collect.call_one(nodes[1], nodes[0], before).exception(PATIENCE)
+    assert isinstance(error, ActorError) and isinstance(error.__cause__, DeadlockError)
+    _check_flood([nodes[0], nodes[1]], ["collect", "values"], start)
+    assert _call(nodes[1], nodes[0]).get(PATIENCE) == "end"  # the generator has ended
+
+
+def test_fold_of_replies_of_an_actor_that_calls_back_raises(nodes: list[ActorMesh]) -> None:
+    start = time.monotonic()
+    error = nodes[0].accumulate.call_one(nodes[1], nodes[0]).exception(PATIENCE)
+    assert isinstance(error, ActorError) and isinstance(error.__cause__, DeadlockError)
+    _check_flood([nodes[0], nodes[1]], ["accumulate", "hop"], start)
+
+
 def _full_queue_of_calls_with_a_limit(nodes: list[ActorMesh]) -> None:
     call = nodes[0].fill_with_calls.call_one(nodes[1], nodes[0], 3, 2 * LONGER_THAN_A_PROBE_S)
     assert call.get(PATIENCE) == 4
@@ -489,6 +518,13 @@ def _timeout_of_call_ends_a_cycle(nodes: list[ActorMesh]) -> None:
     assert isinstance(raised.value.__cause__, TimeoutError)
 
 
+def _slow_generator(nodes: list[ActorMesh]) -> None:
+    """All values arrive while the caller waits, and after probes."""
+    busy = nodes[2].sleep_and_hop.call_one(LONGER_THAN_A_PROBE_S, [])
+    assert nodes[0].collect.call_one(nodes[1], nodes[2], 3).get(PATIENCE) == 13
+    busy.get(PATIENCE)
+
+
 def _alarm_ends_a_cycle(nodes: list[ActorMesh]) -> None:
     with pytest.raises(ActorError) as raised:
         nodes[0].hop_with_alarm.call_one(nodes[1], [nodes[0]], 2 * LONGER_THAN_A_PROBE_S).get(PATIENCE)
@@ -522,6 +558,7 @@ def _reply_through_another_actor(nodes: list[ActorMesh]) -> None:
         _timeout_of_get_ends_a_cycle,
         _timeout_of_call_ends_a_cycle,
         _alarm_ends_a_cycle,
+        _slow_generator,
         _concurrent_endpoints,
         _reply_through_another_actor,
     ],

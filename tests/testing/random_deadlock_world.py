@@ -23,7 +23,7 @@ from monarch_backend._actor.meshes import mesh_state
 from monarch_backend._testing.process import SimulatedProgressLoop
 from monarch_backend._transport.local.event_loop import ProgressLoop
 from monarch_backend._transport.local.frames import Deadlock, DeadlockMember
-from monarch_backend.actor import Actor, ActorError, DeadlockError, Port, endpoint, this_host
+from monarch_backend.actor import Accumulator, Actor, ActorError, DeadlockError, Port, endpoint, this_host
 from monarch_backend.testing import Conditions, Simulation, SimulationError
 
 MAX_DEPTH = 3
@@ -105,9 +105,9 @@ class World:
         count = rng.choice((1, self.window // 2, self.window - 1, self.window, self.window + 1, 2 * self.window))
         limit = rng.choice((1e-3, 0.02, 0.2))
         choices: list[tuple[int, Callable[[], object]]] = [
-            (5, lambda: self.fill(target, count, below)),
-            (2, lambda: [target.work.call_one(below if i == 0 else 0) for i in range(count)]),
-            (2, lambda: [target.work.options(timeout=limit).call_one(0) for _ in range(count)]),
+            (9, lambda: self.fill(target, count, below)),
+            (3, lambda: [target.work.call_one(below if i == 0 else 0) for i in range(count)]),
+            (4, lambda: [target.work.options(timeout=limit).call_one(0) for _ in range(count)]),
             (4, lambda: target.work.call_one(below).get()),
             (1, lambda: target.work.call_one(below).get(limit)),
             (1, lambda: target.work.options(timeout=limit).call_one(below).get()),
@@ -116,6 +116,9 @@ class World:
             (3, lambda: target.reply.call_one(below).get()),
             (1, lambda: target.reply_elsewhere.call_one(below).get()),
             (1, lambda: everyone.reply.call(below).get()),
+            (1, lambda: everyone.values.call(rng.randrange(20), below).get()),
+            (1, lambda: target.values.call(rng.randrange(40), below).get()),
+            (1, lambda: Accumulator(target.work, None, lambda *_: None).accumulate(below).get()),
         ]
         weights, acts = zip(*choices, strict=True)
         with contextlib.suppress(RuntimeError, ActorError, TimeoutError):  # an error would end a call of all ranks

@@ -12,10 +12,12 @@ from monarch_backend._actor.calls.codec import prefix_of, supervision_error
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.pending_calls import (
     BroadcastCall,
+    DerivedFuture,
     Stream,
     StreamCollector,
     UnaryCall,
     _error_of,
+    asked_of,
     loading,
 )
 from monarch_backend._actor.calls.unread_errors import CallSite
@@ -455,7 +457,7 @@ class Accumulator(Generic[A]):
         `Endpoint.call`.
         """
         replies = self._endpoint.call(*args, **kwargs)
-        future: Future[A] = Future(self._endpoint._program.wait, replies.cancel)
+        future: Future[A] = DerivedFuture(self._endpoint._program.wait, replies.cancel, asked_of(replies))
 
         def fold() -> A:
             value = self._identity

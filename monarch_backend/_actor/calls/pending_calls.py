@@ -196,6 +196,29 @@ class BroadcastCall(_Call[ValueMesh[T]]):
         self.program.withdraw(self.core, self.ref, waiting, str(error))
 
 
+class DerivedFuture(Future[T]):
+    """Result that is made of the replies of ``call``, such as their fold. A wait for it is a wait for the call."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, wait: Any, cancel: Any, call: _Call[Any] | StreamCollector[Any]) -> None:
+        super().__init__(wait, cancel)
+        self.call: _Call[Any] | StreamCollector[Any] | None = call  # None once it is done
+
+    def _finish(self) -> None:
+        self.call = None
+        super()._finish()
+
+    def _late_text(self, seconds: float) -> str:
+        call = self.call
+        return "" if call is None else late_text(call, seconds)
+
+
+def asked_of(what: Any) -> Any:
+    """Return the call that must be replied to before the wait for this object ends, or the object itself."""
+    return (what.call if isinstance(what, DerivedFuture) else None) or what
+
+
 class Stream(Generic[T]):
     """Values that arrive one after the other: replies of many ranks, or the values of a generator.
 
@@ -293,6 +316,11 @@ class Stream(Generic[T]):
         """
         ranks = list(self._open)
         return (self.peers[ranks[0]], self._arrived[ranks[0]]) if len(ranks) == 1 else None
+
+    def awaited_senders(self) -> list[tuple[Peer, int]]:
+        """Return the processes that each must send a value before a wait ends, and how many values have arrived."""
+        last = self.last_sender()
+        return [] if last is None else [last]
 
     def refuse(self, rank: int, error: BaseException) -> None:
         """Note that nothing was sent to this rank."""
@@ -515,9 +543,12 @@ class StreamCollector(Stream[T]):
 
     def start(self, extent: Extent) -> None:
         """Prepare the result, before anything is sent."""
-        self.whole = Future(self.program.wait, self.close)
+        self.whole = DerivedFuture(self.program.wait, self.close, self)
         self._extent = extent
         self._values: list[list[Future[T]]] = [[] for _ in self.peers]
+
+    def awaited_senders(self) -> list[tuple[Peer, int]]:
+        return [(self.peers[rank], self._arrived[rank]) for rank in sorted(self._open)]
 
     def _tell(self) -> None:
         super()._tell()
@@ -531,6 +562,7 @@ class StreamCollector(Stream[T]):
                 self.program.call_soon(self.close)
         if not self._open and not self.whole.ready:
             self.whole.set_lazy_result(self._gathered)
+        self.ready = self.whole.ready
 
     def _gathered(self) -> ValueMesh[list[T]]:
         return ValueMesh(self._extent, [[item.get() for item in items] for items in self._values])

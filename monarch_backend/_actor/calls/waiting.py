@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor import context
 from monarch_backend._actor.calls import own_waits
+from monarch_backend._actor.calls.pending_calls import asked_of
 from monarch_backend._actor.calls.wait_notice import noticed
 from monarch_backend._actor.errors import DeadlockError
 from monarch_backend._core import debug_log
@@ -68,14 +69,15 @@ class Waiting:
         if self._progress.wait(what, SHORT_WAIT_S, given_up) or (given_up is not None and given_up()):
             return bool(what.ready)
         left = None if seconds is None else seconds - SHORT_WAIT_S
-        watched = self._runtime.deadlocks.watched(what, seconds, runner, given_up)
-        with _shown(what, runner), watched as until, noticed(self._runtime, what, runner, SHORT_WAIT_S):
+        asked = asked_of(what)
+        watched = self._runtime.deadlocks.watched(asked, seconds, runner, given_up)
+        with _shown(asked, runner), watched as until, noticed(self._runtime, asked, runner, SHORT_WAIT_S):
             return bool(self._progress.wait(what, left, until))
 
     def _wait_in_simulation(
         self, what: Any, seconds: float | None, given_up: Callable[[], bool] | None, runner: ActorRunner | None
     ) -> bool:
-        with self._runtime.deadlocks.watched(what, seconds, runner, given_up) as until:
+        with self._runtime.deadlocks.watched(asked_of(what), seconds, runner, given_up) as until:
             return bool(self._progress.wait(what, seconds, until))
 
     def wait_for_room(self, what: Any, seconds: float | None, whole: bool) -> bool:
