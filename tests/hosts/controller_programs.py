@@ -155,6 +155,31 @@ def places(*workers: str) -> None:
     assert "in sleep (time.sleep(1e6)" in asked, asked
 
 
+class Reducer(Actor):
+    """Actor whose rank 1 is late for a collective."""
+
+    @endpoint
+    def reduce(self) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1e6)
+        dist.all_reduce(torch.ones(2))
+
+
+def late_rank_there(*workers: str) -> None:
+    """A timeout has the rank that is late for a collective, if all ranks are on another host."""
+    procs = attach_to_workers(workers[-1:]).spawn_procs({"gpus": 2}, name="trainers")
+    procs.process_group(timeout=10 * PATIENCE).get(PATIENCE)
+    reducing, end, text = procs.spawn("reducer", Reducer).reduce.call(), time.monotonic() + PATIENCE, ""
+    while "has not entered" not in text and time.monotonic() < end:
+        try:
+            reducing.get(timeout=1.0)
+        except TimeoutError as error:
+            text = str(error)
+    assert "in reduce (dist.all_reduce(torch.ones(2))), running reduce for " in text, text
+    assert ", in all_reduce #1 of group 0, which rank 1 (pid " in text, text
+    procs.stop("kill").get(PATIENCE)
+
+
 class Waiter(Actor):
     """Actor with an endpoint that never replies."""
 

@@ -44,6 +44,12 @@ def test_timeout_has_the_lines_of_ranks_on_other_hosts(anywhere: tuple[World, li
 
 
 @pytest.mark.slow
+def test_timeout_has_the_late_rank_of_a_collective_on_another_host(anywhere: tuple[World, list[str]]) -> None:
+    world, workers = anywhere
+    world.run("late_rank_there", *workers)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tls", ["0", "1"])
 def test_ipv6_with_tls_and_without(tls: str, world: World) -> None:
     env = {"MONARCH_TLS": tls}
