@@ -63,6 +63,7 @@ class Host:
         self.lost: str | None = None  # the reason, once it is lost
         self.ending: HostEnding | None = None  # once its end was announced
         self.explain: Callable[[Callable[[str], None]], None] | None = None  # reports a scheduler's reason later
+        self.explain_limit = 0.0  # seconds until it has reported
 
 
 class HostRegistry(RuntimeExtension):
@@ -430,7 +431,9 @@ def explain_losses(mesh: HostMesh, reasons: LossReasons[K], hosts: Sequence[K]) 
     """Report losses of a mesh's hosts with their reasons. ``hosts`` has each host as ``reasons`` takes it."""
     runtime: Any = program()
     for host_id, host in zip(mesh.hosts or (), hosts, strict=True):
-        runtime.hosts.find(host_id).explain = functools.partial(reasons.find, host, later=runtime.progress.later)
+        attached = runtime.hosts.find(host_id)
+        attached.explain = functools.partial(reasons.find, host, later=runtime.progress.later)
+        attached.explain_limit = reasons.limit
 
 
 def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:

@@ -42,6 +42,8 @@ class LossReasons(Generic[K]):
         self, ask: Callable[[Sequence[K]], Sequence[LossReason]], timeout: float, wait: Callable[[], None]
     ) -> None:
         self._ask, self._timeout, self._wait = ask, timeout, wait
+        self.limit = timeout + ANSWER_TIMEOUT_S
+        """Seconds until a loss is reported, with or without a reason."""
         self._lock = threading.Lock()
         self._open: list[_Loss[K]] = []
         self._is_asking = False
@@ -54,8 +56,8 @@ class LossReasons(Generic[K]):
         with self._lock:
             self._open.append(loss)
             is_first, self._is_asking = not self._is_asking, True
-        limit = self._timeout + ANSWER_TIMEOUT_S
-        later(limit, lambda: self._close(loss, f"the scheduler was asked why, and did not answer within {limit:g} s"))
+        unanswered = f"the scheduler was asked why, and did not answer within {self.limit:g} s"
+        later(self.limit, lambda: self._close(loss, unanswered))
         if is_first:
             try:
                 start_thread(threading.Thread(target=self._run, name="monarch-reason", daemon=True))

@@ -79,6 +79,7 @@ class ScheduledJob(Job):
     """
 
     poll_interval_s: ClassVar[float] = POLL_INTERVAL_S
+    _reason_timeout: float = REASON_TIMEOUT_S
     _loss_reasons: LossReasons[HostEntry] | None = None
 
     # ---- of each kind
@@ -217,7 +218,7 @@ class ScheduledJob(Job):
         mesh = super()._attach(file, name, hosts, timeout)
         if self._loss_reasons is None:
             self._loss_reasons = LossReasons(
-                self._why_lost, REASON_TIMEOUT_S, lambda: self._wait_for_change(REASON_INTERVAL_S)
+                self._why_lost, self._reason_timeout, lambda: self._wait_for_change(REASON_INTERVAL_S)
             )
         explain_losses(mesh, self._loss_reasons, hosts)
         return mesh
@@ -271,8 +272,11 @@ class ScheduledJob(Job):
 def _loss_reason(host: HostEntry, replica: Replica | None) -> LossReason:
     if replica is None:
         return LossReason(f"{host.where} does not exist any more", True)
+    # An unknown state becomes one with a better reason, such as that of a job that is completing.
+    is_final = not replica.state.startswith("unknown")
     if replica.incarnation != host.incarnation:
-        return LossReason(f"{host.where} was replaced: {replica.reason or replica.state}", True)
+        return LossReason(f"{host.where} was replaced: {replica.reason or replica.state}", is_final)
     if replica.reason and replica.state != "up":
-        return LossReason(f"{host.where}: {replica.reason}", True)
-    return LossReason(f"{host.where} is {replica.state} for the scheduler", False)
+        return LossReason(f"{host.where}: {replica.reason}", is_final)
+    text = f"{host.where} is {replica.state} for the scheduler"
+    return LossReason(f"{text}: {replica.reason}" if replica.reason else text, False)

@@ -279,6 +279,10 @@ def test_reasons_of_lost_hosts_are_asked_together(job: MemoryJob, scheduler: Sch
     scheduler.states["trainers", 0] = "gone", "out of memory", True
     scheduler.starts["trainers", 1] = 1
     assert job._why_lost(hosts) == [("pod-0: out of memory", True), ("pod-1 was replaced: up", True)]
+    scheduler.states["trainers", 0] = "unknown: it is completing", "COMPLETING", False
+    assert job._why_lost(hosts)[0] == ("pod-0: COMPLETING", False)
+    scheduler.states["trainers", 0] = "up", "its node is draining", False
+    assert job._why_lost(hosts)[0] == ("pod-0 is up for the scheduler: its node is draining", False)
     scheduler.submitted[content(job).id]["trainers"] = 1
     assert job._why_lost(hosts)[1] == ("pod-1 does not exist any more", True)
     job.kill()

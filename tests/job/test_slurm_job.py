@@ -151,12 +151,14 @@ def test_scancel_from_outside_is_a_failure_with_its_reason(cluster: SlurmCluster
     )
     print(f"scancel to error: {seconds:.2f} s: {failure}")
     assert seconds < 30
+    assert re.search(r"host-[bc]: Slurm job \d+: CANCELLED, cancelled .*; CANCELLED AT 20", failure), failure
     assert all(re.search(r"gone \(Slurm job \d+: CANCELLED, cancelled", each) for each in states), states
     assert "CANCELLED" in late
 
 
 def test_failure_of_a_node_is_a_failure_with_its_reason(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = SlurmJob(name="crash", path=tmp_path / "job.json").add_mesh("trainers", 2)
+    """Slurm notices a dead node after SlurmdTimeout, so the failure waits for it here."""
+    job = SlurmJob(name="crash", path=tmp_path / "job.json", reason_timeout=40).add_mesh("trainers", 2)
     try:
         seconds, failure, states, late = on_login_node(
             cluster, loses_its_job, cluster, job, lambda _: cluster.crash_node(1)
@@ -164,9 +166,43 @@ def test_failure_of_a_node_is_a_failure_with_its_reason(cluster: SlurmCluster, t
     finally:
         cluster.repair_node(1)
     print(f"crash to error: {seconds:.2f} s: {failure}")
-    assert cluster.nodes[1] in failure
+    node = cluster.nodes[1]
+    assert re.search(rf"{node}: Slurm job \d+: NODE_FAIL, a node has failed", failure), failure
+    assert f"node {node} is down: Not responding" in failure
     assert all(re.search(r"gone \(Slurm job \d+: NODE_FAIL, a node has failed", each) for each in states), states
     assert "NODE_FAIL" in late
+
+
+def test_node_taken_down_by_an_administrator_is_a_failure_at_once(cluster: SlurmCluster, tmp_path: Path) -> None:
+    node = f"NodeName={cluster.nodes[1]}"
+    job = SlurmJob(name="down", path=tmp_path / "job.json").add_mesh("trainers", 2)
+    try:
+        _, failure, _, _ = on_login_node(
+            cluster, loses_its_job, cluster, job,
+            lambda _: cluster.run("scontrol", "update", node, "State=DOWN", "Reason=new disk"),
+        )  # fmt: skip
+    finally:
+        cluster.run("scontrol", "update", node, "State=RESUME", check=False)  # Slurm may have done it by itself
+    assert re.search(rf"NODE_FAIL, a node has failed .*Node failure on {cluster.nodes[1]}", failure), failure
+    assert "DUE TO NODE FAILURE" in failure
+
+
+def test_requeue_is_a_failure_with_its_reason(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = SlurmJob(name="requeued", path=tmp_path / "job.json", requeue=True).add_mesh("trainers", 1)
+    failure = on_login_node(cluster, lost_by_requeue, cluster, job)
+    assert re.search(r"was replaced: Slurm job \d+: PENDING \(BeginTime\), requeued 1 times; CANCELLED AT", failure)
+    assert "DUE TO JOB REQUEUE" in failure
+
+
+def lost_by_requeue(cluster: SlurmCluster, job: SlurmJob) -> str:
+    actor.unhandled_fault_hook = lambda _: None
+    number = apply(job).submitted["job"]
+    waiting = job.state().trainers.spawn_procs({"gpus": 1}).spawn("where", Where).sleep.call(600)
+    cluster.run("scontrol", "requeue", str(number))
+    with pytest.raises(MonarchError) as failure:
+        waiting.get(60)
+    job.kill()
+    return str(failure.value)
 
 
 def requeued(cluster: SlurmCluster, job: SlurmJob) -> Any:

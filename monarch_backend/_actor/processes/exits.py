@@ -102,9 +102,13 @@ class ProcessExits:
             self._tell(member)
         else:
             unsure = self._records.how_it_ended(peer)[1] in (None, -signal.SIGKILL)
-            self._program.progress.later(
-                SIGKILL_STATUS_TIMEOUT_S if unsure else EXIT_STATUS_TIMEOUT_S, lambda: self._tell(member)
-            )
+            seconds = self._status_timeout(peer) if unsure else EXIT_STATUS_TIMEOUT_S
+            self._program.progress.later(seconds, lambda: self._tell(member))
+
+    def _status_timeout(self, peer: Peer) -> float:
+        """Return the seconds for the cause of an end. If its host is lost, a scheduler is asked for the reason."""
+        host = self._program.hosts.of(peer.token)
+        return SIGKILL_STATUS_TIMEOUT_S + (0.0 if host is None else host.explain_limit)
 
     def _tell(self, member: OwnedProcess) -> None:
         if member.gone:

@@ -116,14 +116,19 @@ def find_step(number: int | None, name: str) -> str | None:
     )
 
 
-def drained_nodes(nodes: str) -> dict[str, str]:
-    """Return the reasons of nodes that an administrator drains, or that are down, by name."""
+def node_problems(nodes: str) -> dict[str, str]:
+    """Return what is wrong with nodes, by name: an administrator drains them, they are down, or they do not respond.
+
+    A node that does not respond is down for Slurm only after SlurmdTimeout, by default 300 s.
+    """
     lines = _ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T|%E").splitlines()
     found = {}
     for line in lines:
         name, state, why = [*line.split("|", 2), "", ""][:3]
         if re.match(r"drain|down|fail", state):
             found[name] = f"node {name} is {state.rstrip('*~#!%$@^-+')}: {why}"
+        elif state.endswith("*"):
+            found[name] = f"node {name} does not respond to Slurm"
     return found
 
 

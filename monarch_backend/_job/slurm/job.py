@@ -23,12 +23,19 @@ from typing import Any, ClassVar, TypeVar
 from typing_extensions import Self
 
 from monarch_backend._core.state import make_private
-from monarch_backend._core.timeouts import check_timeout
+from monarch_backend._core.timeouts import check_bounded, check_timeout
 from monarch_backend._job import state_file
 from monarch_backend._job.base import Job, check_host_count, check_mesh_name, check_variables, with_meshes
 from monarch_backend._job.errors import JobError
-from monarch_backend._job.scheduled import POLL_INTERVAL_S, NotRemovedError, Replica, ScheduledJob, log
-from monarch_backend._job.slurm import commands
+from monarch_backend._job.scheduled import (
+    POLL_INTERVAL_S,
+    REASON_TIMEOUT_S,
+    NotRemovedError,
+    Replica,
+    ScheduledJob,
+    log,
+)
+from monarch_backend._job.slurm import commands, messages
 from monarch_backend._job.slurm.node import NOTICE_SIGNAL, Report, read_reports, report_path
 from monarch_backend._job.slurm.records import SlurmRecord
 from monarch_backend._job.state_file import JobFile
@@ -49,6 +56,9 @@ STEP_START_TIMEOUT_S = 30.0
 
 _RESOURCES = ("partition", "account", "qos", "time", "gpus_per_node", "cpus_per_node", "memory_per_node", "exclusive",
               "constraint", "options")  # fmt: skip
+
+_STATES_WITH_NODES = ("RUNNING", "COMPLETING", "NODE_FAIL")
+"""States in which the problems of the job's nodes are looked for."""
 
 _T = TypeVar("_T")
 
@@ -71,7 +81,7 @@ class SlurmJob(ScheduledJob):
     ``tether``: the hosts end when no controller has been attached for that many seconds, for example because it has
     died. Then the job ends, too. ``ending_notice``: seconds before the time limit in which hosts are "ending".
     ``notice``: seconds before the time limit at which actors receive a `HostEnding`. Slurm may send it a minute
-    earlier.
+    earlier. ``reason_timeout``: seconds in which the failure of a lost host waits for Slurm's reason.
 
     The folder of the job's file, ``path``, must be on a file system that all nodes have, such as the home directory.
     Other users cannot read it.
@@ -93,7 +103,7 @@ class SlurmJob(ScheduledJob):
         exclusive: bool = False, constraint: str | None = None, options: Sequence[str] = (), requeue: bool = False,
         setup: str = "", env: Mapping[str, str] | None = None, python: str | None = None, listen: str = "{node}:0",
         in_allocation: bool = False, tether: float | None = None, ending_notice: float = 300.0, notice: float = 0.0,
-        secret_file: str | os.PathLike[str] | None = None,
+        reason_timeout: float = REASON_TIMEOUT_S, secret_file: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name, path, secret_file)
         self._resources = {
@@ -116,6 +126,7 @@ class SlurmJob(ScheduledJob):
         self._tether = check_timeout(tether, "tether", zero=False)
         self._ending_notice = check_timeout(ending_notice, "ending_notice") or 0.0
         self._notice = check_timeout(notice, "notice") or 0.0
+        self._reason_timeout = check_bounded(reason_timeout)
         if self._notice > MAX_NOTICE_S:
             raise ValueError(f"notice={notice!r}: Slurm takes at most {MAX_NOTICE_S:g} seconds")
         self._meshes: dict[str, dict[str, Any]] = {}
@@ -158,7 +169,7 @@ class SlurmJob(ScheduledJob):
             **self._resources, "requeue": self._requeue, "setup": self._setup, "env": self._env,
             "python": self._python, "listen": self._listen, "in_allocation": self._in_allocation,
             "tether": self._tether, "ending_notice": self._ending_notice, "notice": self._notice,
-            "meshes": self._meshes,
+            "reason_timeout": self._reason_timeout, "meshes": self._meshes,
         }  # fmt: skip
 
     @classmethod
@@ -229,7 +240,7 @@ class SlurmJob(ScheduledJob):
     def _script(self, file: JobFile) -> str:
         """Return the script of the job. It contains no secret: sites store scripts, and administrators read them."""
         groups = self._groups()
-        lines = ["#!/bin/bash", self._setup]
+        lines = ["#!/bin/bash", f'echo "{messages.START_MARK}$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"', self._setup]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self._env.items()]
         # Without these, a host gets the CPUs of one task instead of all CPUs of the job on its node.
         lines += ["unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPU_BIND"]
@@ -279,7 +290,9 @@ class SlurmJob(ScheduledJob):
             while (found := commands.find_step(int(number), name)) is None:
                 self._stop_if_killed()
                 if step.poll() is not None or time.monotonic() > until:
-                    raise JobError(f"srun could not start the hosts: {self._batch_log() or 'it did not end in time'}")
+                    raise JobError(
+                        f"srun could not start the hosts: {self._batch_log()[-500:] or 'it did not end in time'}"
+                    )
                 time.sleep(0.1)
         except BaseException:  # Ctrl-C, too
             self._steps.remove(step)
@@ -287,9 +300,17 @@ class SlurmJob(ScheduledJob):
             raise
         return {"job": int(number), "step": found, "folder": folder}
 
-    def _batch_log(self) -> str:
+    def _output_at_end(self, file: JobFile, record: SlurmRecord) -> str:
+        """Return the output of the start of a job that is ending or has ended. "" if it runs."""
+        if record.state == "RUNNING":
+            return ""
+        restarts = record.restarts - (record.state == "PENDING")  # the start before it was requeued
+        return self._batch_log(f"{file.submitted['job']}.{restarts}")
+
+    def _batch_log(self, start: str = "") -> str:
+        """Return the end of the output of a start of the job's script and of srun."""
         with contextlib.suppress(OSError):
-            return (self._folder / "batch.log").read_text(errors="replace").strip()[-500:]
+            return messages.of_start((self._folder / "batch.log").read_text(errors="replace"), start).strip()[-4000:]
         return ""
 
     # ---- search
@@ -300,19 +321,20 @@ class SlurmJob(ScheduledJob):
         records = {each.offset: each for each in commands.show(file.submitted["job"])}
         step = file.submitted.get("step")
         step_runs = step is None or commands.find_step(file.submitted["job"], _slurm_name(file)) == step
-        running = ",".join(each.nodes for each in records.values() if each.state == "RUNNING")
-        drained = commands.drained_nodes(running) if running else {}
+        used = ",".join(each.nodes for each in records.values() if each.state in _STATES_WITH_NODES and each.nodes)
+        problems = commands.node_problems(used) if used else {}
         reports = read_reports(self._folder)
         found = []
         for offset, (_, meshes) in enumerate(self._groups()):
             record = records.get(offset, SlurmRecord(file.submitted["job"], "UNKNOWN"))
             start = f"{file.submitted['job']}.{record.restarts}"
+            said = self._output_at_end(file, record)
             for mesh, count in meshes.items():
                 for index in range(count):
                     report = reports.get((mesh, index))
                     if report is not None and report.start != start:
                         report = None  # of the job before it was requeued
-                    state, reason = self._state_of(record, report, step_runs, drained)
+                    state, reason = self._state_of(record, report, step_runs, problems, said)
                     found.append(self._replica(mesh, index, start, state, reason, report))
         return found
 
@@ -324,31 +346,31 @@ class SlurmJob(ScheduledJob):
         )  # fmt: skip
 
     def _state_of(
-        self, record: SlurmRecord, report: Report | None, step_runs: bool, drained: Mapping[str, str]
+        self, record: SlurmRecord, report: Report | None, step_runs: bool, problems: Mapping[str, str], said: str
     ) -> tuple[str, str]:
-        """Return state and reason of one host."""
+        """Return state and reason of one host. ``said``: the output of the job, unless it runs."""
         if record.state == "UNKNOWN":
             return "gone", f"Slurm does not know its job {record.number} any more"
         if record.has_ended:
-            return "gone", f"{record}{f'; {report.ended}' if report and report.ended else self._last_words(report)}"
+            nodes = problems.values() if record.state == "NODE_FAIL" else ()
+            rest = [report.ended] if report and report.ended else [] if report else [self._last_words(said)]
+            return "gone", "; ".join([str(record), *nodes, *messages.reasons(said), *rest])
         if record.state in ("COMPLETING", "SUSPENDED"):  # how a completing job has ended is known when it is complete
-            return f"unknown: it is {record.state.lower()}", str(record)
+            return f"unknown: it is {record.state.lower()}", "; ".join([str(record), *messages.reasons(said)])
         if record.state != "RUNNING":
             again = f", requeued {record.restarts} times" if record.restarts else ""
-            return "pending", f"{record}{again}"
+            return "pending", "; ".join([f"{record}{again}", *messages.reasons(said)])
         if report is not None and report.ended:
             return "gone", f"{report.ended} on node {report.node}"
         if not step_runs:
             return "gone", f"its step in Slurm job {record.number} has ended"
         if report is None or not report.address:
             return "pending", f"{record} on {record.nodes}; its host does not listen yet"
-        return self._ending(record) or ("up", drained.get(report.node, ""))
+        return self._ending(record) or ("up", problems.get(report.node, ""))
 
-    def _last_words(self, report: Report | None) -> str:
-        """Return the last lines of the script's output where no host has reported."""
-        if report is not None:
-            return ""
-        return f"; {self._batch_log() or f'is {self._folder} on a file system that all nodes have?'}"
+    def _last_words(self, said: str) -> str:
+        """Return the last lines of the script's output, for a job of which no host has reported."""
+        return said[-500:] or f"is {self._folder} on a file system that all nodes have?"
 
     def _ending(self, record: SlurmRecord) -> tuple[str, str] | None:
         for at, why in ((record.preempt_time, "it is preempted"), (record.end_time, "its time limit ends")):

@@ -1,0 +1,47 @@
+"""Slurm's messages in the output of a job: why Slurm has ended the job, a step or a process.
+
+srun and slurmstepd write them at once. The state of the job follows when the job is complete.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_MESSAGES = 3
+START_MARK = "monarch_backend: start "
+"""Prefix of the line that the job's script prints first. The output of a requeued job has one for each start."""
+
+_MESSAGE = re.compile(
+    r"error: (?:"
+    r"\*\*\* (?:JOB|STEP) \S+ ON (?P<node>\S+) (?P<end>.+?)(?:, SEE SLURMCTLD LOG FOR DETAILS)? \*\*\*"
+    r"|(?P<memory>Detected \d+ oom[-_ ]kill event\S*(?: in [\w.=+]*\w)?|.*\bexceeded (?:job |step )?memory limit.*)"
+    r"|(?P<failure>Node failure on \S+|\S+: tasks? [\d,-]+: Out Of Memory)"
+    r")",
+    re.IGNORECASE,
+)
+
+
+def of_start(output: str, start: str) -> str:
+    """Return the part of a job's output that one start has written, such as "17.0". An output without marks is one."""
+    if START_MARK not in output:
+        return output
+    for part in output.split(START_MARK)[1:]:
+        its_start, _, text = part.partition("\n")
+        if its_start.strip() == start:
+            return text
+    return ""
+
+
+def reasons(output: str) -> list[str]:
+    """Return Slurm's reasons in its words, without repetitions: those of memory and of nodes, and how it has ended.
+
+    >>> reasons("slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-29T21:55:28 DUE TO TIME LIMIT ***")
+    ['CANCELLED AT 2026-11-29T21:55:28 DUE TO TIME LIMIT']
+    """
+    found: dict[str, None] = {}
+    for match in _MESSAGE.finditer(output):
+        found[(match["end"] or match["memory"] or match["failure"]).strip().rstrip(".")] = None
+    # A job and each of its steps are cancelled within seconds of each other, for one reason.
+    ends = {re.sub(r" AT \S+", "", text): text for text in reversed(found) if " AT " in text}
+    rest = [text for text in found if " AT " not in text]
+    return [*rest, *ends.values()][:MAX_MESSAGES]
