@@ -27,7 +27,7 @@ from train_lm import Transformer, load_corpus
 
 import monarch_backend.actor
 from monarch_backend.actor import Actor, ActorError, MeshFailure, SupervisionError, endpoint
-from monarch_backend.job import JobError, KubernetesJob
+from monarch_backend.job import Job, JobError, KubernetesJob
 
 CONTEXT, BATCH, SNAPSHOT_EVERY = 32, 24, 5
 
@@ -79,10 +79,10 @@ class Trainer(Actor):
 class Run:
     """A training run on the mesh "trainers" of a job. ``losses`` by step, and ``failures`` with their reasons."""
 
-    job: KubernetesJob
+    job: Job
     steps: int
     seed: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)  # number of pods from a step on
+    sizes: dict[int, int] = field(default_factory=dict)  # number of hosts from a step on
     losses: dict[int, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     recoveries: list[float] = field(default_factory=list)  # seconds from a failed step to the next one
@@ -91,7 +91,7 @@ class Run:
     kept: tuple[int, bytes] | None = None
 
     def start(self) -> None:
-        """Attach the pods that Kubernetes runs now, and start a replica in each, from the last snapshot."""
+        """Attach the hosts that the scheduler runs now, and start a replica on each, from the last snapshot."""
         mesh = self.job.state(timeout=300).trainers
         self.procs = mesh.spawn_procs({"gpus": 1})
         self.procs.process_group(timeout=60).get()
@@ -99,7 +99,7 @@ class Run:
         self.trainers.initialized.get(timeout=120)
 
     def stop(self) -> None:
-        """Stop the replicas, as far as their pods still exist."""
+        """Stop the replicas, as far as their hosts still exist."""
         procs, self.procs, self.trainers = self.procs, None, None
         if procs is not None:
             # A part of them may be lost.

@@ -28,6 +28,7 @@ def test_programs_and_commands_of_the_page_run(
         match = re.match(r"# (\w+\.py)\n", text)
         assert match
         (tmp_path / match[1]).write_text(text)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setitem(cluster.environment, "XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setitem(cluster.environment, "PATH", f"{Path(sys.executable).parent}:{cluster.environment['PATH']}")
     _, *commands = blocks("sh")
@@ -39,3 +40,4 @@ def test_programs_and_commands_of_the_page_run(
     ]  # fmt: skip
     assert (tmp_path / "inside.log").read_text() == f"nodes: {' '.join(cluster.nodes[:2])}\n"
     assert said[3] == "processes: 4\n"
+    assert re.findall(r"^step (\d+): loss \d\.\d{4}$", said[4], re.MULTILINE) == [str(step + 1) for step in range(10)]

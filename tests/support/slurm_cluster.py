@@ -64,6 +64,13 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 PartitionName=urgent Nodes=ALL Default=NO MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=9
 """
 
+CONTROLLER_PAUSE_S = 3
+_CONTROLLER = f"""
+start="setpriv --pdeathsig KILL slurmctld -D"
+$start -c
+while sleep {CONTROLLER_PAUSE_S}; do $start; done
+"""
+
 
 class SlurmCluster:
     """A running cluster. ``SLURM_CONF`` names it to Slurm's commands. Use `slurm_cluster` to start one."""
@@ -82,7 +89,7 @@ class SlurmCluster:
         at += [f"--socket={self.folder}/munge.sock", f"--seed-file={self.folder}/munge.seed"]
         self._start("munged", ["munged", "--force", "--foreground", *at])
         wait_until(lambda: (self.folder / "munge.sock").exists(), 20)
-        self._start("slurmctld", self.where.command(0, "slurmctld", "-D", "-c"))
+        self._start("slurmctld", self.where.command(0, "sh", "-c", _CONTROLLER))
         for index in range(len(self.nodes)):
             self.start_node(index)
         self.wait_until_idle()
@@ -129,6 +136,12 @@ class SlurmCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def kill_controller(self) -> None:
+        """Kill slurmctld, which starts again after CONTROLLER_PAUSE_S seconds. A forked process can call it."""
+        for pid, words in self.where.processes(0).items():
+            if words.split()[:1] == ["slurmctld"]:
+                os.kill(pid, signal.SIGKILL)
+
     def repair_node(self, index: int) -> None:
         """Start a crashed node again."""
         self.where.cables.heal(index + 1)
@@ -146,10 +159,10 @@ class SlurmCluster:
         assert not check or done.returncode == 0, (words, done.returncode, done.stdout, done.stderr)
         return done.stdout
 
-    def jobs(self) -> list[str]:
-        """Return number and state of the jobs that have not ended."""
+    def jobs(self, columns: str = "%i %T", *, check: bool = True) -> list[str]:
+        """Return number and state of the jobs that have not ended, or other columns of squeue."""
         states = "--states=PENDING,RUNNING,SUSPENDED"
-        return self.run("squeue", "--noheader", states, "--format=%i %T").splitlines()
+        return self.run("squeue", "--noheader", states, f"--format={columns}", check=check).splitlines()
 
     def wait_until_idle(self) -> None:
         """Wait until all nodes can take a job."""
