@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Builds a virtual environment with another library, for benchmarks/actors.py, hosts.py and rdma.py to compare with.
+"""Builds a virtual environment with another library, for benchmarks/actors.py, hosts.py, rdma.py and slurm_jobs.py.
 
     python tools/peer_env.py torchmonarch ray     # makes .envs/peer-torchmonarch and .envs/peer-ray; again: no change
     python tools/peer_env.py nixl                 # .envs/peer-nixl; x86-64 and arm64
