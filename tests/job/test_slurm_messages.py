@@ -106,6 +106,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
          ("Slurm job 7: COMPLETING (exit 0:15); CANCELLED AT 2026-11-29T21:55:28 DUE TO PREEMPTION", False)),
         ("RUNNING", "None", "0:0", "", "n1|mixed|none\nn2|mixed*|none",
          ("up for the scheduler: node n2 does not respond to Slurm", False)),
+        ("RUNNING", "ended", "0:0", OVER_LIMIT, "",
+         ("its daemon was killed by signal 9 on node n2; StepId=7.0 exceeded memory limit (119812 > 102400)", True)),
         ("RUNNING", "None", "0:0", "", "n1|mixed|none\nn2|draining*|new disk",
          ("up for the scheduler: node n2 is draining: new disk", False)),
     ],
@@ -122,6 +124,7 @@ def test_loss_of_a_host_has_slurms_reason(
     state_file.write(job.path, file)
     for index in range(2):
         report = Report("7.0", f"n{index + 1}", f"tcp://n{index + 1}:1")
+        report.ended = "its daemon was killed by signal 9" if reason == "ended" else ""
         write_private(report_path(folder, "trainers", index), msgspec.json.encode(report))
     (folder / "batch.log").write_text(f"monarch_backend: start 7.0\n{said}\n")
     end = "Unknown" if state == "RUNNING" else "1795962260"

@@ -300,10 +300,8 @@ class SlurmJob(ScheduledJob):
             raise
         return {"job": int(number), "step": found, "folder": folder}
 
-    def _output_at_end(self, file: JobFile, record: SlurmRecord) -> str:
-        """Return the output of the start of a job that is ending or has ended. "" if it runs."""
-        if record.state == "RUNNING":
-            return ""
+    def _last_output(self, file: JobFile, record: SlurmRecord) -> str:
+        """Return the output of the last start of a job."""
         restarts = record.restarts - (record.state == "PENDING")  # the start before it was requeued
         return self._batch_log(f"{file.submitted['job']}.{restarts}")
 
@@ -328,7 +326,7 @@ class SlurmJob(ScheduledJob):
         for offset, (_, meshes) in enumerate(self._groups()):
             record = records.get(offset, SlurmRecord(file.submitted["job"], "UNKNOWN"))
             start = f"{file.submitted['job']}.{record.restarts}"
-            said = self._output_at_end(file, record)
+            said = self._last_output(file, record)
             for mesh, count in meshes.items():
                 for index in range(count):
                     report = reports.get((mesh, index))
@@ -348,7 +346,7 @@ class SlurmJob(ScheduledJob):
     def _state_of(
         self, record: SlurmRecord, report: Report | None, step_runs: bool, problems: Mapping[str, str], said: str
     ) -> tuple[str, str]:
-        """Return state and reason of one host. ``said``: the output of the job, unless it runs."""
+        """Return state and reason of one host. ``said``: the output of the job's last start."""
         if record.state == "UNKNOWN":
             return "gone", f"Slurm does not know its job {record.number} any more"
         if record.has_ended:
@@ -361,9 +359,9 @@ class SlurmJob(ScheduledJob):
             again = f", requeued {record.restarts} times" if record.restarts else ""
             return "pending", "; ".join([f"{record}{again}", *messages.reasons(said)])
         if report is not None and report.ended:
-            return "gone", f"{report.ended} on node {report.node}"
+            return "gone", "; ".join([f"{report.ended} on node {report.node}", *messages.reasons(said)])
         if not step_runs:
-            return "gone", f"its step in Slurm job {record.number} has ended"
+            return "gone", "; ".join([f"its step in Slurm job {record.number} has ended", *messages.reasons(said)])
         if report is None or not report.address:
             return "pending", f"{record} on {record.nodes}; its host does not listen yet"
         return self._ending(record) or ("up", problems.get(report.node, ""))
