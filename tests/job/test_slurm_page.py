@@ -32,12 +32,19 @@ def test_programs_and_commands_of_the_page_run(
     monkeypatch.setitem(cluster.environment, "XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setitem(cluster.environment, "PATH", f"{Path(sys.executable).parent}:{cluster.environment['PATH']}")
     _, *commands = blocks("sh")
-    said = [cluster.run("bash", "-ec", f"cd {tmp_path}; {command}") for command in commands]
-    ranks, *_ = blocks("text")
-    assert sorted(said[0].splitlines()) == ranks.splitlines()
-    assert re.findall(r"hosts (\d) gpus (\d) (\S+)", said[1]) == [
-        (host, gpu, "3.0") for host in "01" for gpu in "01"
-    ]  # fmt: skip
+    doctor, ranks, train, inside, controller, survive, submit, logs, end = [
+        cluster.run("bash", "-ec", f"cd {tmp_path}; {command}") for command in commands
+    ]
+    assert sorted(re.findall(r"^([01]): ok  torch ", doctor, re.MULTILINE)) == ["0", "1"], doctor
+    expected, *_ = blocks("text")
+    assert sorted(ranks.splitlines()) == expected.splitlines()
+    assert re.findall(r"hosts (\d) gpus (\d) (\S+)", train) == [(host, gpu, "3.0") for host in "01" for gpu in "01"]
+    assert inside.startswith("Submitted batch job")
     assert (tmp_path / "inside.log").read_text() == f"nodes: {' '.join(cluster.nodes[:2])}\n"
-    assert said[3] == "processes: 4\n"
-    assert re.findall(r"^step (\d+): loss \d\.\d{4}$", said[4], re.MULTILINE) == [str(step + 1) for step in range(10)]
+    assert controller == "processes: 4\n"
+    assert re.findall(r"^step (\d+): loss \d\.\d{4}$", survive, re.MULTILINE) == [str(step + 1) for step in range(10)]
+    up = "trainers[0]: up\ntrainers[1]: up\n"
+    assert submit.startswith(up)
+    assert re.search(r"^ *\d+ +main +monarch-", submit, re.MULTILINE), submit
+    assert re.match(r"monarch_backend: start \d+\.0\n", logs), logs  # the log of the host is empty
+    assert end == up
