@@ -297,6 +297,7 @@ def test_passed_time_limit_is_the_reason(cluster: SlurmCluster, tmp_path: Path) 
     wait_until(lambda: not cluster.jobs(), 150)
     [state] = wait_until(lambda: ended(cluster, job), 30)
     assert "TIMEOUT, its time limit has passed" in state.reason
+    assert "DUE TO TIME LIMIT" in state.reason
     on_login_node(cluster, job.kill)
 
 
