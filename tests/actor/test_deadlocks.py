@@ -447,7 +447,9 @@ def test_reader_of_a_generator_that_calls_it_raises(nodes: list[ActorMesh], befo
     assert _call(nodes[1], nodes[0]).get(PATIENCE) == "end"  # the generator has ended
 
 
-@pytest.mark.parametrize("before", [0, 3, 100])
+@pytest.mark.parametrize(
+    "before", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(100, marks=pytest.mark.slow)]
+)
 def test_call_of_a_generator_that_calls_back_raises(nodes: list[ActorMesh], before: int) -> None:
     start = time.monotonic()
     error = nodes[0].collect.call_one(nodes[1], nodes[0], before).exception(PATIENCE)
