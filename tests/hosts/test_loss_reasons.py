@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from monarch_backend._actor.processes.exits import SIGKILL_STATUS_TIMEOUT_S, ProcessExits
 from monarch_backend._hosts.loss_reasons import LossReason, LossReasons
 from tests.support.waiting import wait_until
 
@@ -130,3 +133,16 @@ def test_loss_after_the_end_of_the_thread_is_asked_for() -> None:
     reasons.find(2, reported.append, timers.later)
     wait_until(lambda: reported)
     assert reported == ["failed"]
+
+
+def test_process_of_a_lost_host_waits_until_the_reason_is_reported() -> None:
+    """Otherwise its end is reported without the reason, which comes at the limit at the latest."""
+    reasons = LossReasons[int](lambda hosts: [LossReason("down", True)] * len(hosts), 40.0, nothing)
+    host: Any = SimpleNamespace(explain_limit=reasons.limit)
+    program: Any = SimpleNamespace(hosts=SimpleNamespace(of=lambda token: host if token == "there" else None))
+    unused: Any = None
+    exits = ProcessExits(program, unused, unused, unused, unused, unused)
+    there: Any = SimpleNamespace(token="there")
+    here: Any = SimpleNamespace(token="here")
+    assert exits._status_timeout(there) > reasons.limit > 40.0
+    assert exits._status_timeout(here) == SIGKILL_STATUS_TIMEOUT_S
