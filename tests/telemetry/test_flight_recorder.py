@@ -158,6 +158,7 @@ for operation in (
 """
 
 
+@pytest.mark.slow
 def test_torch_finds_no_error_where_all_ranks_agree(tmp_path: Path) -> None:
     with _ranks(tmp_path, EVERY_OPERATION):
         dumps = _dump(f"ranks_{tmp_path.name}.py", tmp_path / "dumps")
@@ -203,6 +204,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_killed_ranks_are_dumped_while_their_starter_runs(tmp_path: Path) -> None:
     path = tmp_path / "actors.py"
     path.write_text(ACTORS)
@@ -220,6 +222,7 @@ def test_killed_ranks_are_dumped_while_their_starter_runs(tmp_path: Path) -> Non
     assert "missing ranks: {1}" in _analyse(tmp_path / "dumps")[0]
 
 
+@pytest.mark.slow
 def test_several_jobs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     with contextlib.ExitStack() as stack:
