@@ -330,6 +330,8 @@ def _signals(*numbers: int) -> Iterator[Callable[..., int]]:
         tell.setblocking(False)
         handlers = {number: signal.signal(number, lambda *_: None) for number in set(numbers)}
         before = signal.set_wakeup_fd(tell.fileno())
+        # A host inherits the blocked signals of the thread that starts it.
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
         def wait(seconds: float | None = None) -> int:
             until = None if seconds is None else time.monotonic() + seconds
@@ -343,6 +345,7 @@ def _signals(*numbers: int) -> Iterator[Callable[..., int]]:
         try:
             yield wait
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             signal.set_wakeup_fd(before)
             for number, handler in handlers.items():
                 signal.signal(number, handler)

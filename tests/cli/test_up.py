@@ -62,6 +62,23 @@ def test_host_ends_with_standard_input() -> None:
         assert process.stdout.read() == ""
 
 
+def test_host_that_was_started_with_blocked_signals_ends_with_standard_input() -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    try:
+        process = subprocess.Popen([*UP, "--exit-with-stdin"], stdin=-1, stdout=-1, text=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    try:
+        assert process.stdin and process.stdout
+        with process.stdin, process.stdout:
+            assert re.fullmatch(ADDRESS, process.stdout.readline())
+            process.stdin.close()
+            assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("line", ["", "secret\n", "ab" * 33 + "\n", "x" * 5000])
 def test_invalid_secret_is_refused_without_showing_it(line: str) -> None:
     """The command fails at once, and the error does not contain the line."""
