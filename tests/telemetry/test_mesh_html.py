@@ -36,7 +36,8 @@ def main():
     pids = [str(pid) for pid in sleepers.pid.call().get().values()]
     sleepers.slice(gpus=1).sleep.broadcast()
     end = time.monotonic() + 60
-    while "running" not in procs._repr_html_() and time.monotonic() < end:
+    # An endpoint ends after its reply.
+    while ("sleepers.sleep" not in (html := procs._repr_html_()) or "sleepers.pid" in html) and time.monotonic() < end:
         time.sleep(0.01)
     shown = {"procs": procs._repr_html_(), "slice": sleepers.slice(gpus=slice(1, 3))._repr_html_()}
     mesh_html.MAX_ROWS = 1

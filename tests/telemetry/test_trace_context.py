@@ -12,6 +12,7 @@ from monarch_backend import telemetry
 from monarch_backend._core import platform
 from monarch_backend._telemetry import program_recording, trace_context
 from monarch_backend._telemetry.export.span_tree import Node, SpanTree
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
 
@@ -88,6 +89,13 @@ if __name__ == "__main__":
 """
 
 
+def _complete_nodes(pid: int) -> list[Node] | None:
+    """Return the nodes of the program once all of its 42 calls have ended."""
+    nodes = SpanTree().nodes(program_recording.read(str(pid)))
+    names = [node.name for node in nodes if not node.is_link]
+    return nodes if all(names.count(name) == 42 for name in ("ask", "back.answer", "front.ask")) else None
+
+
 def _chain(node: Node, by_identity: dict[int, Node]) -> list[str]:
     names = [node.name]
     while node.parent in by_identity:
@@ -105,7 +113,7 @@ def test_trace_of_another_program_goes_through_actors(tmp_path: Any) -> None:
             assert child.stdout is not None
             request, foreign, ours, ready = (child.stdout.readline().split() for _ in range(4))
             assert ready == ["ready"]
-            nodes = SpanTree().nodes(program_recording.read(str(child.pid)))
+            nodes = wait_until(lambda: _complete_nodes(child.pid))  # an endpoint ends after its reply
         finally:
             child.kill()
     by_identity = {node.identity: node for node in nodes if not node.is_link}
