@@ -20,6 +20,8 @@ BACKEND_NAME = "monarch"
 # defaults, so listing them changes none. The packages of "xla" and "tpu" register those.
 DEVICES = ["cpu", "cuda"]
 _replaced: set[str] = set()  # functions of torch
+after_import: list[Callable[[Any], object]] = []
+"""Functions that `import torch` calls once with torch, in processes that are forked without it."""
 
 
 def _create_process_group(options: Any, pg_options: Any = None) -> ProcessGroup:
@@ -107,6 +109,8 @@ def torch_backends_entry() -> None:
     import torch
 
     try:
+        while after_import:
+            after_import.pop(0)(torch)
         if _needs_stand_ins(torch.distributed):
             register()
         elif torch.distributed.is_available():

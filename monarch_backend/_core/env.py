@@ -115,8 +115,8 @@ _TABLE = (
     Setting("MONARCH_START_METHOD", "choice", "", "", "it can be fork or spawn, or unset for the better one",
             _one_of("fork", "spawn"), "How processes are started. Unset: fork, where the fork server can."),
     Setting("MONARCH_PRELOAD_TORCH", "flag", True, "", "give 1, or 0", _flag,
-            "The fork server imports torch once, for all processes. 0: each process imports it if its code does. Then "
-            "programs without tensors use 1.5 s of CPU time and 200 MB less on each host."),
+            "The fork server imports torch once, for all processes. 0: a forked process imports it if its code does. "
+            "Then programs without tensors use 1.5 s of CPU time and 200 MB less on each host."),
     Setting("MONARCH_SECRET", "text", "", "", "64 hexadecimal digits", str,
             "The job's secret. A file is safer: other processes may see the environment.", secret=True),
     Setting("MONARCH_SECRET_FILE", "path", "", "", "a file of mode 600", str,

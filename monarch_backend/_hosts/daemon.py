@@ -1,6 +1,6 @@
 """`monarch-backend up`: the daemon that makes a machine a host. It checks secrets, and starts an agent per controller.
 
-The daemon has a fork server with torch imported, so that agents and their processes start in milliseconds. agent.py
+The daemon has a fork server, so that agents and their processes start in milliseconds. agent.py
 defines what an agent does. All agents end with the daemon.
 """
 

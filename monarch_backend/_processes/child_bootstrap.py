@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
+from monarch_backend import _autoload
 from monarch_backend._core import platform
 from monarch_backend._processes import cpu_affinity, finalization, system_calls
 from monarch_backend._processes.debugging import channel
@@ -146,6 +147,8 @@ def _forget_the_server(label: str) -> None:
         numpy_random.seed(None)
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()  # generators of accelerators start at a fixed seed, in every process
+    else:
+        _autoload.after_import.append(lambda torch: torch.default_generator.seed())
 
 
 def _from_environment(*names: str) -> int | None:
@@ -166,7 +169,7 @@ def _use_threads(spec: Spawn) -> None:
     torch = sys.modules.get("torch")
     wanted = _from_environment("OMP_NUM_THREADS", "MKL_NUM_THREADS") or asked
     if torch is None and wanted is not None:
-        os.environ.setdefault("OMP_NUM_THREADS", str(wanted))  # torch reads it when the process imports it
+        _autoload.after_import.append(lambda torch: torch.set_num_threads(wanted))
     elif torch is not None and wanted is not None and torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
     default = platform.usable_cpus() if platform.HAS_AFFINITY else None
