@@ -86,7 +86,7 @@ def main() -> int:
     groups = environments(args.clients)
     for folder, clients in groups.items():
         install(folder, clients)
-    return max(test(folder, clients) for folder, clients in groups.items()) if args.test else 0
+    return max(abs(test(folder, clients)) for folder, clients in groups.items()) if args.test else 0
 
 
 if __name__ == "__main__":
