@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.calls.codec import HOST, read_prefix
+from monarch_backend._actor.calls.own_waits import has_alarm
 from monarch_backend._actor.calls.pending_calls import BroadcastCall, Stream, UnaryCall
 from monarch_backend._actor.errors import DeadlockError
 from monarch_backend._actor.execution.interruption import CONSTRUCTOR
@@ -231,7 +231,7 @@ class DeadlockDetector:
         wait.settle(given_up)
 
     def _wait_for(self, what: Any, seconds: float | None, runner: ActorRunner | None) -> _Wait | None:
-        if not self.is_on or runner is None or seconds is not None or not _is_own(runner) or _has_alarm():
+        if not self.is_on or runner is None or seconds is not None or not _is_own(runner) or has_alarm():
             return None
         if isinstance(what, CreditWaiter):
             return None if what.receiver is None else _CreditWait(runner, what)
@@ -420,11 +420,6 @@ class DeadlockDetector:
             return
         claim.wait.fail(_error(members[place:] + members[:place]))
         self._runtime.progress.wake()
-
-
-def _has_alarm() -> bool:
-    """Return whether the handler of an alarm may end a wait of this thread, which is then a limit of time."""
-    return threading.current_thread() is threading.main_thread() and signal.getitimer(signal.ITIMER_REAL)[0] > 0.0
 
 
 def _is_own(runner: ActorRunner) -> bool:

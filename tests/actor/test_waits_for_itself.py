@@ -60,6 +60,17 @@ class Own(Actor):
         return first, ""
 
     @endpoint
+    def wait_shortly(self, me: ActorMesh) -> list[bool]:
+        """Return for two calls of the own actor with a limit of time whether they took too long."""
+        found = []
+        for call, limit in ((me.rank.call_one(), 0.05), (me.rank.options(timeout=0.05).call_one(), None)):
+            try:
+                call.get(limit)
+            except Exception as error:
+                found.append(isinstance(error, TimeoutError))
+        return found
+
+    @endpoint
     def begin(self, mesh: ActorMesh, path: str) -> None:
         self.call: Any = mesh.wait_on_last_rank.call(path)
 
@@ -172,7 +183,12 @@ def mesh(procs: ProcMesh) -> Iterator[ActorMesh]:
 def test_first_reply_of_another_rank_is_read_before_the_error(mesh: ActorMesh) -> None:
     first, error = mesh.slice(gpus=0).first_of_stream.call_one(mesh).get(PATIENCE)
     assert first == 1
-    assert "own would never continue" in error
+    assert "own" in error and "would never continue: it handles one message at a time" in error
+
+
+def test_own_call_with_a_limit_of_time_ends_by_it(mesh: ActorMesh) -> None:
+    me = mesh.slice(gpus=0)
+    assert me.wait_shortly.call_one(me).get(PATIENCE) == [True, True]
 
 
 def test_call_with_the_own_reply_waits_for_the_other_rank(mesh: ActorMesh, tmp_path: Path) -> None:
@@ -213,11 +229,12 @@ def test_values_for_a_port_that_a_thread_reads_wait_for_it(mesh: ActorMesh) -> N
 
 
 def test_actor_that_fills_its_own_port_gets_an_error(mesh: ActorMesh) -> None:
-    with pytest.raises(ActorError, match="so many messages to a port of its own process that the queue is full"):
+    with pytest.raises(ActorError, match="its messages to a port of its own process fill the queue"):
         mesh.slice(gpus=0).send_to_own_port.call_one().get(PATIENCE)
 
 
 def test_async_actor_that_blocks_its_loop_gets_an_error(procs: ProcMesh) -> None:
     mesh = procs.slice(gpus=0).spawn("own_async", OwnAsync)
-    assert "own_async would never continue" in mesh.block.call_one(mesh).get(PATIENCE)
+    error = mesh.block.call_one(mesh).get(PATIENCE)
+    assert "own_async" in error and "would never continue: it blocks its event loop" in error
     mesh.stop().get(PATIENCE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
     from monarch_backend._actor.execution.runner import ActorRunner
     from monarch_backend._actor.runtime import Runtime
 
-_OWN_THREADS = ("MainThread", "monarch-", "monarch_", "actor ")
+_OWN_THREADS = ("MainThread", "monarch-", "monarch_")
 """Beginnings of the names of threads that read no ports of an endpoint's code. `Runtime.expecting` has callbacks."""
+
+_USERS_THREADS = ("monarch-thread", "monarch_callback")
+"""Names of the package's threads that run the user's code: methods of a mesh's end, and callbacks of collectives."""
 
 
 def waits_for_own_reply(runtime: Runtime, runner: ActorRunner, what: Any) -> bool:
@@ -47,8 +51,16 @@ def fills_own_queue(runtime: Runtime, runner: ActorRunner, kind: int, target: in
         return False
     if kind == Kind.PORT:
         return _is_only_reader(runtime, runner)
-    own = sum(credit_of(frame) for frame in runner.inbox.sent_by(runtime.router.me))
-    return target == runner.actor and own >= tuning.CREDIT_WINDOW
+    if target != runner.actor:
+        return False
+    queued = runner.inbox.sent_by(runtime.router.me)
+    lasting = [frame for frame in queued if not getattr(runtime.pending.get(frame.ref), "has_limit", False)]
+    return sum(map(credit_of, lasting)) >= tuning.CREDIT_WINDOW
+
+
+def has_alarm() -> bool:
+    """Return whether the handler of an alarm may end a wait of this thread, which is then a limit of time."""
+    return threading.current_thread() is threading.main_thread() and signal.getitimer(signal.ITIMER_REAL)[0] > 0.0
 
 
 def _is_only_reader(runtime: Runtime, runner: ActorRunner) -> bool:
@@ -58,7 +70,11 @@ def _is_only_reader(runtime: Runtime, runner: ActorRunner) -> bool:
     if any(other is not runner and other.failure is None for other in list(runtime.runners.values())):
         return False
     me = threading.current_thread()
-    return all(thread is me or thread.name.startswith(_OWN_THREADS) for thread in threading.enumerate())
+    return all(thread is me or _is_ours(thread.name) for thread in threading.enumerate())
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(_OWN_THREADS) and name not in _USERS_THREADS
 
 
 def _is_own_thread(runner: ActorRunner) -> bool:

@@ -44,7 +44,7 @@ class Waiting:
             if threading.get_ident() == self._interrupts.main:
                 return self._wait_on_main(what, seconds)
             return self._wait(what, seconds)
-        self._refuse_to_wait(runner, what)
+        self._refuse_to_wait(runner, what, seconds)
         code = runner.code
         code.waiting_for = what
         try:
@@ -89,16 +89,36 @@ class Waiting:
         runner = context.runner.get()
         own = peer is self._runtime.router.me
         if own and runner is not None and own_waits.fills_own_queue(self._runtime, runner, kind, target):
-            receiver = "a port of its own process" if kind == Kind.PORT else "itself"
-            raise RuntimeError(f"{runner.name} has sent so many messages to {receiver} that the queue is full: {why}")
+            receiver, cure = (
+                ("a port of its own process", "Read the port in another actor, or after some messages")
+                if kind == Kind.PORT
+                else ("itself", "Return between the messages, or call the method, self.method(...)")
+            )
+            raise RuntimeError(
+                f"{runner.code.actor} would never continue: its messages to {receiver} fill the queue ({why}). {cure}"
+            )
         log_wait(why)
 
-    def _refuse_to_wait(self, runner: ActorRunner, what: Any) -> None:
-        """Raise DeadlockError where an actor waits for its own reply: it handles one message at a time."""
+    def _refuse_to_wait(self, runner: ActorRunner, what: Any, seconds: float | None) -> None:
+        """Raise DeadlockError where an actor waits for its own reply, which cannot come.
+
+        A call with a limit of time, an alarm, and a short wait such as ``get(timeout=0)`` are left to their end.
+        """
+        is_short = seconds is not None and seconds <= SHORT_WAIT_S
+        if is_short or getattr(what, "has_limit", False) or own_waits.has_alarm():
+            return
         if own_waits.waits_for_own_reply(self._runtime, runner, what):
+            why, cure = (
+                ("it blocks its event loop", f"Use `await` for {what.endpoint}")
+                if runner.is_async
+                else (
+                    "it handles one message at a time",
+                    "Call the method, self.method(...), or make the endpoints concurrent (async)",
+                )
+            )
             raise DeadlockError(
-                f"{runner.name} would never continue: it handles one message at a time, and waits for its own reply to "
-                f"{what.endpoint}. Call the method, self.method(...), or make the endpoints concurrent (async)"
+                f"{runner.code.actor} would never continue: {why}, and waits for its own reply to {what.endpoint}. "
+                f"{cure}"
             )
 
     def _wait_on_main(self, what: Any, seconds: float | None) -> bool:

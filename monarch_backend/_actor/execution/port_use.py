@@ -18,7 +18,7 @@ _PLACE = 1
 
 _USES = ("send", "exception")
 
-_READS_VARIABLES = frozenset(("locals", "vars", "dir", "eval", "exec", "f_locals"))
+_READS_VARIABLES = frozenset(("locals", "vars", "dir", "eval", "exec", "f_locals", "_getframe", "currentframe"))
 """Names with which code can read the variables of a frame."""
 
 _NO_EFFECT = ("EXTENDED_ARG", "NOP", "CACHE")
