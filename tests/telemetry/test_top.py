@@ -118,7 +118,7 @@ def test_table_has_a_line_per_process(running: subprocess.Popen[str], capsys: py
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split() == ["PID", "CPU%", "MEMORY", "MSG/S", "BYTES/S", "QUEUE", "PROCESS"]
     assert [line.split()[0] for line in lines] == [str(p.pid) for p in select(str(running.pid))[0].processes]
-    assert re.search(r" MiB +0 +0 +0    gpus 1.*: running worker.sleep for .* and 1 more$", lines[2])
+    assert re.search(r" MiB +0 +0 +0    gpus 1.*: running (worker.sleep|concurrent.wait) for .* and 1 more$", lines[2])
 
 
 def test_json_has_rates_of_each_process(running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]) -> None:
