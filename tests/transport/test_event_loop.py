@@ -51,3 +51,24 @@ def test_gate_opened_by_another_thread_first_is_open(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(event_loop.threading, "Lock", Overtaken)
     assert ProgressLoop(MailboxWithAnotherReader(), lambda _: None).wait(what)
     assert not what.wait_lock.locked()
+
+
+def test_wait_given_up_before_its_gate_is_there_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    what, real, is_given_up = Waited(), threading.Lock, False
+    loop = ProgressLoop(MailboxWithAnotherReader(), lambda _: None)
+
+    class Late:
+        """A lock that is there after the other thread has looked for it."""
+
+        def __init__(self) -> None:
+            nonlocal is_given_up
+            self._lock = real()
+            is_given_up = True
+            event_loop.release(what)
+
+        def acquire(self, timeout: float | None = None) -> bool:
+            assert timeout is None, "it sleeps"
+            return self._lock.acquire()
+
+    monkeypatch.setattr(event_loop.threading, "Lock", Late)
+    assert not loop.wait(what, None, lambda: is_given_up)

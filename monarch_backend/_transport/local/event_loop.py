@@ -140,7 +140,7 @@ class ProgressLoop:
                     self._mailbox.release_turn()
                 if not in_time:
                     return what.ready
-            elif not self._follow(what, deadline):
+            elif not self._follow(what, deadline, given_up):
                 return what.ready
         return what.ready
 
@@ -165,14 +165,14 @@ class ProgressLoop:
                 timers.fire()
         return True
 
-    def _follow(self, what: Waitable, deadline: float | None) -> bool:
+    def _follow(self, what: Waitable, deadline: float | None, given_up: Callable[[], bool] | None) -> bool:
         with _gates:
             wait_lock = what.wait_lock
             if wait_lock is None or not wait_lock.locked():
                 wait_lock = threading.Lock()
                 wait_lock.acquire()
                 what.wait_lock = wait_lock
-        if what.ready:
+        if what.ready or (given_up is not None and given_up()):  # a release before the lock was there is lost
             return True
         left = -1.0 if deadline is None else deadline - self._clock.now()
         if deadline is not None and left <= 0:
