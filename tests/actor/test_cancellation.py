@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import random
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor.context import runner as runner_of_context
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -60,6 +62,28 @@ class Busy(Actor):
             future.get()
         finally:
             self.seen.append("wait ends")
+
+    @endpoint
+    def wait_beside(self, begun: Port[Any], gate: ActorMesh) -> None:
+        """Wait in a nested ``get`` on another thread, which has the actor's context."""
+        future, runner = gate.wait.call_one(), runner_of_context.get()
+        assert runner is not None
+
+        def wait() -> None:
+            try:
+                future.get()
+            except BaseException as error:
+                self.seen.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(wait,))
+        thread.start()
+        try:
+            while runner.code.waiting_for is None:
+                time.sleep(0.001)
+            begun.send(os.getpid())
+            thread.join()
+        finally:
+            thread.join()
 
     @endpoint
     def swallow(self, begun: Port[Any], gate: ActorMesh) -> str:
@@ -238,6 +262,16 @@ def test_cancel_of_a_call_that_waits_for_another_ends_both(one: ActorMesh, gate:
     assert future.cancel()
     is_cancelled(future)
     assert seen(one) == ["wait begins", "wait ends"]
+
+
+def test_cancel_ends_a_wait_of_another_thread_with_the_context(procs: ProcMesh, gate: ActorMesh) -> None:
+    one = procs.slice(gpus=0).spawn("beside", Busy)
+    future = begin(one.wait_beside.call_one, gate)
+    assert future.cancel()
+    is_cancelled(future)
+    [text] = seen(one)
+    assert text.startswith("CancelledError: the message that the actor runs was cancelled"), text
+    one.stop().get(PATIENCE)
 
 
 def test_cancel_propagates_along_awaited_calls(procs: ProcMesh, gate: ActorMesh) -> None:

@@ -101,6 +101,8 @@ class Future(Generic[T]):
                     error.add_note(f"The call goes on{text}. Future.cancel() or ProcMesh.cancel() ends it.")
                 raise
             if not is_done and not self.ready:
+                if timeout is None:  # on another thread with the actor's context, as of asyncio.to_thread
+                    raise CancelledError("the message that the actor runs was cancelled, and this wait ends with it")
                 text = f"no answer within {timeout:g} s; the call goes on, see Future.cancel()"
                 raise TimeoutError(text + self._late_text(timeout or 0.0))
         return self.result()
