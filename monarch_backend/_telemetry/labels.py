@@ -19,6 +19,15 @@ def is_named(label: str, name: str, pid: int | None = None) -> bool:
     return name in (label, label.partition(" of ")[0]) or (pid is not None and name == str(pid))
 
 
+def mesh_of(label: str) -> str:
+    """Return the name of the mesh in a label, "" for a process of none.
+
+    >>> mesh_of("gpus 3 of trainers"), mesh_of("rank 2: train.py")
+    ('trainers', '')
+    """
+    return label.partition(" of ")[2]
+
+
 def is_among(label: str, pid: int, which: str) -> bool:
     """Return whether a process is one of ``which``: pids or labels, or dimensions as in "hosts=0 gpus=0,2-3".
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry import jobs, stragglers, whereabouts
 from monarch_backend._telemetry.kinds import POINT_TO_POINT, Kind, State
+from monarch_backend._telemetry.labels import mesh_of
 from monarch_backend._telemetry.programs import Program
 from monarch_backend._telemetry.reader import Activity, RecordedProcess
 
@@ -84,12 +85,16 @@ def _is_of_all(activity: Activity) -> bool:
 
 
 def _groups(processes: Iterable[RecordedProcess]) -> list[list[tuple[RecordedProcess, Activity]]]:
-    """Return the last collective of each process, for each group."""
-    groups = defaultdict[str, list[tuple[RecordedProcess, Activity]]](list)
+    """Return the last collective of each process, for each group.
+
+    Meshes of one program have groups of the same name, such as the default one. Two groups that can't be told apart, as
+    of two meshes without a name, have a rank twice and are left out.
+    """
+    groups = defaultdict[tuple[str, str], list[tuple[RecordedProcess, Activity]]](list)
     for process in processes:
         for activity in filter(_is_of_all, process.activities):
-            groups[activity.name].append((process, activity))
-    return list(groups.values())
+            groups[mesh_of(process.label), activity.name].append((process, activity))
+    return [members for members in groups.values() if len({each.rank for _, each in members}) == len(members)]
 
 
 def of_job(processes: Iterable[RecordedProcess]) -> list[LateRank]:
@@ -114,18 +119,20 @@ def collective_of(process: RecordedProcess, caller: int) -> str:
     if not entered:
         return ""
     members = next((job for job in jobs.running().values() if any(each.pid == process.pid for each in job)), [])
-    late = [each for group in _groups(members) for each in _of_group(group)]
+    own = [group for group in _groups(members) if any(each.pid == process.pid for each, _ in group)]
+    late = [each for group in own for each in _of_group(group)]
     late = [each for each in late if (each.first.name, each.first.reference) in entered]
     if not late:
         return ""
-    first = late[0].first
+    callers = next((each for each in late if each.process.identity == caller), None)
+    first = (callers or late[0]).first
     what = f", in {first.detail} #{first.reference} of {first.name}, which"
-    for each in late:
-        if each.process.identity == caller:
-            return (
-                f"{what} this process has not entered as rank {each.rank}. Each waits for the other, until the timeout "
-                "of the group"
-            )
+    if callers is not None:
+        return (
+            f"{what} this process has not entered as rank {callers.rank}. Each waits for the other, until the timeout "
+            "of the group"
+        )
+    late = [each for each in late if each.first is first]  # threads of the process may be in several groups
     ranks = ", ".join(f"rank {each.rank} (pid {each.process.pid})" for each in late[:MAX_NAMED])
     more = f" and {len(late) - MAX_NAMED} more" if len(late) > MAX_NAMED else ""
     return f"{what} {ranks}{more} {'has' if len(late) == 1 else 'have'} not entered"

@@ -14,6 +14,7 @@ from statistics import median_low
 from monarch_backend._core import env
 from monarch_backend._telemetry import jobs
 from monarch_backend._telemetry.kinds import Kind
+from monarch_backend._telemetry.labels import mesh_of
 from monarch_backend._telemetry.reader import RecordedProcess
 from monarch_backend._telemetry.step_window import MIN_STEPS, WINDOW
 
@@ -68,7 +69,7 @@ def of_job(processes: Iterable[RecordedProcess], limit: float | None = None) -> 
     meshes = defaultdict[tuple[str, str], list[StepTimes]](list)
     for each in found:
         if each.steps >= MIN_STEPS:
-            meshes[each.label.partition(" of ")[2], each.name].append(each)
+            meshes[mesh_of(each.label), each.name].append(each)
     for ranks in meshes.values():
         usual = median_low(each.own_ns for each in ranks)
         for each in ranks:

@@ -11,6 +11,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ import torch.distributed as dist
 from monarch_backend import CollectiveTimeoutError, cli
 from monarch_backend._core import platform
 from monarch_backend._telemetry import late_ranks, whereabouts
+from monarch_backend._telemetry.kinds import Kind, SlotState, State
+from monarch_backend._telemetry.reader import Activity, RecordedProcess
 from tests.support.ranks import run_ranks
 from tests.support.waiting import wait_until
 
@@ -101,6 +105,75 @@ def _times_out(rank: int) -> None:
 
 def test_timeout_names_the_line_of_the_late_rank() -> None:
     run_ranks(_times_out, 2)
+
+
+def _cell(rank: int, number: int, *, entered: bool, name: str = "group 0", kind: str = "all_reduce") -> Activity:
+    """Make a rank's cell of a group: it is in operation ``number``, or has ended it."""
+    since_ns = time.monotonic_ns() - 60 * 10**9
+    state = State.RUNNING if entered else State.IDLE
+    return Activity(1, Kind.COLLECTIVE, state, name, kind, since_ns, number - entered, number, 0, 0, rank, 0)
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedProcess]:
+    """Give a function that adds a process with this label and these cells to a program."""
+    job: list[RecordedProcess] = []
+    monkeypatch.setattr(late_ranks.jobs, "running", lambda: {("program", 1): job})
+    monkeypatch.setattr(late_ranks.whereabouts, "place_of", lambda *_: "at a.py:1")
+
+    def add(label: str, *cells: Activity) -> RecordedProcess:
+        number = 1 + len(job)
+        job.append(RecordedProcess(number, 100 + number, label, SlotState.ALIVE, 0, None, number, list(cells)))
+        return job[-1]
+
+    return add
+
+
+def _late(job: list[RecordedProcess]) -> list[tuple[str, int]]:
+    return [(each.label, each.number) for each in late_ranks.of_job(job)]
+
+
+@pytest.mark.parametrize("is_entered", [False, True])
+def test_groups_of_two_meshes_have_the_same_name(program: Callable[..., RecordedProcess], is_entered: bool) -> None:
+    late = program("gpus 0 of trainers", _cell(0, 4, entered=False))
+    waiting = [program(f"gpus {rank} of trainers", _cell(rank, 5, entered=True)) for rank in (1, 2)]
+    others = [program(f"gpus {rank} of generators", _cell(rank, 3, entered=is_entered)) for rank in (0, 1)]
+    assert _late([late, *waiting, *others]) == [("gpus 0 of trainers", 5)]
+    text = ", in all_reduce #5 of group 0, which rank 0 (pid 101) has not entered"
+    assert late_ranks.collective_of(waiting[0], others[0].identity) == text
+    assert late_ranks.collective_of(others[0], waiting[0].identity) == ""
+    assert "this process has not entered as rank 0. Each waits" in late_ranks.collective_of(waiting[0], late.identity)
+
+
+def test_late_rank_of_another_mesh_in_the_same_operation_is_not_named(program: Callable[..., RecordedProcess]) -> None:
+    program("gpus 0 of generators", _cell(0, 4, entered=False))
+    program("gpus 1 of generators", _cell(1, 5, entered=True))
+    program("gpus 0 of trainers", _cell(0, 4, entered=False))
+    waiting = program("gpus 1 of trainers", _cell(1, 5, entered=True))
+    text = ", in all_reduce #5 of group 0, which rank 0 (pid 103) has not entered"
+    assert late_ranks.collective_of(waiting, 0) == text
+
+
+def test_groups_that_cannot_be_told_apart_are_left_out(program: Callable[..., RecordedProcess]) -> None:
+    job = [program(f"gpus {rank}", _cell(rank, 5 - rank, entered=rank == 0)) for rank in (0, 1)]
+    assert _late(job) == [("gpus 1", 5)]
+    job.append(program("gpus 0", _cell(0, 3, entered=False)))
+    assert _late(job) == [] and late_ranks.collective_of(job[0], 0) == ""
+
+
+def test_late_ranks_of_one_group_are_named_where_threads_are_in_two(program: Callable[..., RecordedProcess]) -> None:
+    tensor, data = {"name": "group tensor", "kind": "all_gather"}, {"name": "group data"}
+    cells = _cell(0, 8, entered=True, **data), _cell(0, 5, entered=True, **tensor)
+    waiting = program("gpus 0 of trainers", *cells)
+    of_data = program("gpus 1 of trainers", _cell(1, 7, entered=False, **data))
+    of_tensor = program("gpus 2 of trainers", _cell(1, 4, entered=False, **tensor))
+    late = ", in all_reduce #8 of group data, which rank 1 (pid 102) has not entered"
+    assert late_ranks.collective_of(waiting, 0) == late
+    each_waits = (
+        "which this process has not entered as rank 1. Each waits for the other, until the timeout of the group"
+    )
+    for caller, operation in ((of_data, "all_reduce #8 of group data"), (of_tensor, "all_gather #5 of group tensor")):
+        assert late_ranks.collective_of(waiting, caller.identity) == f", in {operation}, {each_waits}"
 
 
 def test_rank_of_another_process_has_no_place() -> None:
