@@ -148,7 +148,7 @@ def dump(pid: int, timeout: float = ANSWER_TIMEOUT_S) -> str:
         if not _lock(descriptor, deadline):
             raise NoAnswerError("others read its stacks")
         os.ftruncate(descriptor, 0)
-        others = _ask_first(pid, deadline)
+        asked, others = _ask_first(pid, deadline)
         later = time.monotonic() + min(ASK_AGAIN_S, timeout / 4)
         pause = 0.0005
         while (text := _complete(descriptor)) is None:
@@ -156,9 +156,11 @@ def dump(pid: int, timeout: float = ANSWER_TIMEOUT_S) -> str:
                 raise NoAnswerError(f"it does not answer: {state_of(pid)}")
             if time.monotonic() >= later:  # C code has the GIL: that thread can dump
                 if others:
-                    _ask(pid, others.pop(0))
-                else:  # it may have begun, or got the GIL, after it was asked
-                    others = list(_threads(pid))
+                    thread = others.pop(0)
+                    if _ask(pid, thread):
+                        asked.add(thread)
+                else:  # one may have begun since; one that runs may have got the GIL since
+                    others = [each for each in _threads(pid) if each not in asked or _runs(pid, each)]
                     later = time.monotonic() + ASK_AGAIN_S
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
@@ -243,15 +245,19 @@ def refusal(pid: int) -> str | None:
     return None
 
 
-def _ask_first(pid: int, deadline: float) -> list[int]:
-    """Send the signal to the first thread that can take it, and return the others. Raises NoAnswerError without one."""
+def _ask_first(pid: int, deadline: float) -> tuple[set[int], list[int]]:
+    """Send the signal to the first thread that can take it. Raises NoAnswerError without one.
+
+    Return the thread that was asked, and those after it.
+    """
     if (why := refusal(pid)) is not None:
         raise NoAnswerError(why)
     while True:
         threads = list(_threads(pid))
         while threads:
-            if _ask(pid, threads.pop(0)):
-                return threads
+            thread = threads.pop(0)
+            if _ask(pid, thread):
+                return {thread}, threads
         if time.monotonic() >= deadline:
             raise NoAnswerError(f"it does not answer: its threads block the signal, and {state_of(pid)}")
         time.sleep(0.01)  # threads may be in the kernel for a moment
@@ -274,8 +280,12 @@ def _threads(pid: int) -> Iterator[int]:
         found = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return
-    runs = {thread: _status(f"/proc/{pid}/task/{thread}/status").get("State", "")[:1] == "R" for thread in found}
+    runs = {thread: _runs(pid, thread) for thread in found}
     yield from sorted(found, key=lambda thread: (thread != pid, not runs[thread]))
+
+
+def _runs(pid: int, thread: int) -> bool:
+    return _status(f"/proc/{pid}/task/{thread}/status").get("State", "")[:1] == "R"
 
 
 def _status(path: str) -> dict[str, str]:

@@ -181,6 +181,28 @@ def test_thread_that_begins_after_the_request_is_asked(monkeypatch: pytest.Monke
         assert _places(process.pid)
 
 
+def test_thread_that_sleeps_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each signal to it would be one more dump, written when the GIL is free."""
+    code = (
+        "import ctypes\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {stack_signal.stack_signal()})\n"
+    )
+    ask, asked = stacks._ask, list[int]()
+
+    def noted(pid: int, thread: int) -> bool:
+        if is_asked := ask(pid, thread):
+            asked.append(thread)
+        return is_asked
+
+    monkeypatch.setattr(stacks, "_ask", noted)
+    with _process(START + code + MAIN.format("ctypes.PyDLL(None).sleep(1000)  # has the GIL")) as process:
+        wait_until(lambda: "nanosleep" in stacks.state_of(process.pid))
+        with pytest.raises(stacks.NoAnswerError, match="it does not answer"):
+            stacks.dump(process.pid, timeout=1.5)
+    assert asked and len(asked) <= 2 * len(set(asked))  # a signal may find a thread of a busy machine awake
+
+
 def test_code_of_another_thread_that_keeps_the_gil_is_seen() -> None:
     code = (
         "def hang():\n"
