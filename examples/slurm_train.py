@@ -20,7 +20,7 @@ from typing import Any
 from kubernetes_train import Run
 
 import monarch_backend.actor
-from monarch_backend.job import SlurmJob
+from monarch_backend.job import JobError, SlurmJob
 
 FOLDER = Path(__file__).resolve().parent
 MAX_SUBMISSIONS = 5
@@ -33,15 +33,27 @@ def slurm_job(nodes: int, **options: Any) -> SlurmJob:
 
 
 class SlurmRun(Run):
-    """A training run that submits its job again when hosts of it are gone for good."""
+    """A training run that submits its job again when hosts of it are gone for good.
+
+    `train` catches each JobError and starts again. So a job that cannot be submitted any more raises RuntimeError.
+    """
 
     submissions = 1
 
     def start(self) -> None:
-        if self.submissions < MAX_SUBMISSIONS and any(each.state == "gone" for each in self.job.status()):
+        states = {each.state for each in self.job.status()}
+        if "not started" in states:
+            raise RuntimeError(f"job {self.job.name!r} was ended by another program: start the training again")
+        if "gone" in states:
+            if self.submissions == MAX_SUBMISSIONS:
+                gone = "; ".join(str(each) for each in self.job.status() if each.state == "gone")
+                raise RuntimeError(f"job {self.job.name!r} was submitted {self.submissions} times, and ended: {gone}")
             self.submissions += 1
             self.job.kill()
-            self.job.apply()
+            try:
+                self.job.apply(wait=False)
+            except JobError as error:
+                raise RuntimeError(f"job {self.job.name!r} could not be submitted again: {error}") from error
         super().start()
 
 
