@@ -272,11 +272,13 @@ class ScheduledJob(Job):
 def _loss_reason(host: HostEntry, replica: Replica | None) -> LossReason:
     if replica is None:
         return LossReason(f"{host.where} does not exist any more", True)
-    # An unknown state becomes one with a better reason, such as that of a job that is completing.
-    is_final = not replica.state.startswith("unknown")
     if replica.incarnation != host.incarnation:
+        # An unknown state becomes one with a better reason, such as that of a job that is completing.
+        is_final = not replica.state.startswith("unknown")
         return LossReason(f"{host.where} was replaced: {replica.reason or replica.state}", is_final)
-    if replica.reason and replica.state != "up":
+    # This program has seen the loss. A scheduler that still has the host in another state has not noticed it yet.
+    is_final = replica.state == "gone"
+    if replica.reason and replica.state not in ("up", "ending"):
         return LossReason(f"{host.where}: {replica.reason}", is_final)
     text = f"{host.where} is {replica.state} for the scheduler"
-    return LossReason(f"{text}: {replica.reason}" if replica.reason else text, False)
+    return LossReason(f"{text}: {replica.reason}" if replica.reason else text, is_final)

@@ -283,6 +283,10 @@ def test_reasons_of_lost_hosts_are_asked_together(job: MemoryJob, scheduler: Sch
     assert job._why_lost(hosts)[0] == ("pod-0: COMPLETING", False)
     scheduler.states["trainers", 0] = "up", "its node is draining", False
     assert job._why_lost(hosts)[0] == ("pod-0 is up for the scheduler: its node is draining", False)
+    scheduler.states["trainers", 0] = "ending", "its time limit ends", False
+    assert job._why_lost(hosts)[0] == ("pod-0 is ending for the scheduler: its time limit ends", False)
+    scheduler.states["trainers", 0] = "pending", "its host does not listen yet", False
+    assert job._why_lost(hosts)[0] == ("pod-0: its host does not listen yet", False)
     scheduler.submitted[content(job).id]["trainers"] = 1
     assert job._why_lost(hosts)[1] == ("pod-1 does not exist any more", True)
     job.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +93,20 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
     return make
 
 
+def _job_with_hosts(tmp_path: Path, ended: str = "", ending_notice: float = 0.0) -> SlurmJob:
+    """Return the Slurm job 7, whose two hosts have reported their addresses, and have ``ended``."""
+    job = SlurmJob(path=tmp_path / "job.json", ending_notice=ending_notice).add_mesh("trainers", 2)
+    folder = tmp_path / "job.slurm"
+    make_private(folder)
+    file = job._new_file(job.path)
+    file.submitted = {"job": 7, "folder": str(folder)}
+    state_file.write(job.path, file)
+    for index in range(2):
+        report = Report("7.0", f"n{index + 1}", f"tcp://n{index + 1}:1", ended=ended)
+        write_private(report_path(folder, "trainers", index), msgspec.json.encode(report))
+    return job
+
+
 @pytest.mark.parametrize(
     ("state", "reason", "code", "said", "nodes", "expected"),
     [
@@ -116,16 +132,8 @@ def test_loss_of_a_host_has_slurms_reason(
     slurm: Callable[[str, str], None], tmp_path: Path, state: str, reason: str, code: str, said: str, nodes: str,
     expected: tuple[str, bool],
 ) -> None:  # fmt: skip
-    job = SlurmJob(path=tmp_path / "job.json", ending_notice=0).add_mesh("trainers", 2)
+    job = _job_with_hosts(tmp_path, "its daemon was killed by signal 9" if reason == "ended" else "")
     folder = tmp_path / "job.slurm"
-    make_private(folder)
-    file = job._new_file(job.path)
-    file.submitted = {"job": 7, "folder": str(folder)}
-    state_file.write(job.path, file)
-    for index in range(2):
-        report = Report("7.0", f"n{index + 1}", f"tcp://n{index + 1}:1")
-        report.ended = "its daemon was killed by signal 9" if reason == "ended" else ""
-        write_private(report_path(folder, "trainers", index), msgspec.json.encode(report))
     (folder / "batch.log").write_text(f"monarch_backend: start 7.0\n{said}\n")
     end = "Unknown" if state == "RUNNING" else "1795962260"
     slurm(RECORD.format(state=state, reason=reason, code=code).replace("1795962260", end), nodes)
@@ -134,3 +142,18 @@ def test_loss_of_a_host_has_slurms_reason(
     words, is_final = expected
     assert found.text.startswith(f"n2 is {words}" if words.startswith("up") else f"n2: {words}")
     assert found.is_final == is_final
+
+
+def test_lost_host_of_a_job_that_ends_soon_waits_for_the_reason(
+    slurm: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    """A short job is "ending" all the time. That does not explain the loss of a node."""
+    job = _job_with_hosts(tmp_path, ending_notice=300)
+    host = HostEntry("trainers", 1, "n2", "tcp://n2:1", None, "", "7.0.trainers.1")
+    record = RECORD.format(state="RUNNING", reason="None", code="0:0")
+    slurm(record.replace("1795962260", str(int(time.time()) + 100)), "n1|mixed|none\nn2|mixed*|none")
+    [found] = job._why_lost([host])
+    assert re.fullmatch(
+        r"n2 is ending for the scheduler: its time limit ends at .*; node n2 does not respond to Slurm", found.text
+    )
+    assert not found.is_final

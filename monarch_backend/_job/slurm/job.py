@@ -364,17 +364,21 @@ class SlurmJob(ScheduledJob):
             return "gone", "; ".join([f"its step in Slurm job {record.number} has ended", *messages.reasons(said)])
         if report is None or not report.address:
             return "pending", f"{record} on {record.nodes}; its host does not listen yet"
-        return self._ending(record) or ("up", problems.get(report.node, ""))
+        problem = problems.get(report.node, "")
+        if end := self._ending(record):
+            return "ending", "; ".join(filter(None, [end, problem]))
+        return "up", problem
 
     def _last_words(self, said: str) -> str:
         """Return the last lines of the script's output, for a job of which no host has reported."""
         return said[-500:] or f"is {self._folder} on a file system that all nodes have?"
 
-    def _ending(self, record: SlurmRecord) -> tuple[str, str] | None:
+    def _ending(self, record: SlurmRecord) -> str:
+        """Return why the job ends within `ending_notice` seconds, and when; "" if it goes on."""
         for at, why in ((record.preempt_time, "it is preempted"), (record.end_time, "its time limit ends")):
             if at and at - time.time() <= self._ending_notice:
-                return "ending", f"{why} at {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(at))}"
-        return None
+                return f"{why} at {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(at))}"
+        return ""
 
     def _wait_for_change(self, seconds: float) -> None:
         """Wait for a report of a node, or for the time to ask slurmctld again."""
