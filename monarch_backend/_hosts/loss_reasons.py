@@ -29,6 +29,7 @@ class LossReason(NamedTuple):
 class _Loss(Generic[K]):
     def __init__(self, host: K, report: Callable[[str], None], until: float) -> None:
         self.host, self.report, self.until = host, report, until
+        self.text = ""  # the last reason that is not final
 
 
 class LossReasons(Generic[K]):
@@ -57,7 +58,7 @@ class LossReasons(Generic[K]):
             self._open.append(loss)
             is_first, self._is_asking = not self._is_asking, True
         unanswered = f"the scheduler was asked why, and did not answer within {self.limit:g} s"
-        later(self.limit, lambda: self._close(loss, unanswered))
+        later(self.limit, lambda: self._close(loss, loss.text or unanswered))
         if is_first:
             try:
                 start_thread(threading.Thread(target=self._run, name="monarch-reason", daemon=True))
@@ -81,10 +82,11 @@ class LossReasons(Generic[K]):
         try:
             answers = list(zip(losses, self._ask([loss.host for loss in losses]), strict=True))
         except Exception as error:
-            reason = LossReason(f"the reason could not be asked: {error}", True)
-            answers = [(loss, reason) for loss in losses]
+            failed = f"the reason could not be asked: {error}"
+            answers = [(loss, LossReason(loss.text or failed, True)) for loss in losses]
         now = time.monotonic()
         for loss, reason in answers:
+            loss.text = reason.text
             if reason.is_final or now > loss.until:
                 try:
                     self._close(loss, reason.text)

@@ -82,6 +82,31 @@ def test_scheduler_that_does_not_answer_does_not_delay_the_report() -> None:
     assert reported == ["the scheduler was asked why, and did not answer within 3 s"]
 
 
+@pytest.mark.parametrize("error", [None, ConnectionError("no route")])
+def test_last_answer_is_the_reason_if_the_next_one_is_late_or_fails(error: Exception | None) -> None:
+    is_asked_again, is_over, reported, timers = threading.Event(), threading.Event(), list[str](), Timers()
+
+    def ask(_: Sequence[int]) -> list[LossReason]:
+        if not is_answered:
+            is_answered.append(True)
+            return [LossReason("host 1 is completing", False)]
+        is_asked_again.set()
+        if error is not None:
+            raise error
+        assert is_over.wait(30)
+        return [LossReason("too late", True)]
+
+    is_answered = list[bool]()
+    LossReasons(ask, 30.0, nothing).find(1, reported.append, timers.later)
+    assert is_asked_again.wait(30)
+    if error is None:
+        for call in timers.calls:
+            call()
+    is_over.set()
+    wait_until(lambda: reported and not threads())
+    assert reported == ["host 1 is completing"]
+
+
 def test_error_of_the_question_is_the_reason() -> None:
     reported = list[str]()
 
