@@ -67,6 +67,18 @@ def test_messages_are_reasons_once(output: str, expected: list[str]) -> None:
     assert reasons(output) == expected
 
 
+def test_messages_about_other_nodes_are_no_reasons_of_a_host() -> None:
+    others = f"{OVER_LIMIT}srun: error: n1: task 0: Out Of Memory\nsrun: error: Node failure on n1\n"
+    others += "slurmstepd-n1: error: *** STEP 7.0 ON n1 UNCORRECTABLE MEMORY ERROR AT 2026-11-29T21:55:28 ***\n"
+    output = others + "srun: error: n[2-3]: tasks 1-2: Out Of Memory\n"
+    assert reasons(output, "n2") == [
+        "StepId=7.0 exceeded memory limit (119812 > 102400), being killed",
+        "n[2-3]: tasks 1-2: Out Of Memory",
+    ]
+    assert reasons(OOM, "n2") == ["Detected 1 oom_kill event in StepId=7.0"]  # it names no node
+    assert reasons(STEP.format(why=""), "n2") == ["CANCELLED AT 2026-11-29T21:55:28"]  # the step of both nodes
+
+
 def test_output_of_one_start_is_found() -> None:
     output = "monarch_backend: start 7.0\nfirst\nmonarch_backend: start 7.1\nsecond\nmore\n"
     assert [of_start(output, f"7.{count}") for count in range(3)] == ["first\n", "second\nmore\n", ""]
@@ -124,6 +136,8 @@ def _job_with_hosts(tmp_path: Path, ended: str = "", ending_notice: float = 0.0)
          ("up for the scheduler: node n2 does not respond to Slurm", False)),
         ("RUNNING", "ended", "0:0", OVER_LIMIT, "",
          ("its daemon was killed by signal 9 on node n2; StepId=7.0 exceeded memory limit (119812 > 102400)", True)),
+        ("RUNNING", "ended", "0:0", "srun: error: n1: task 0: Out Of Memory", "",
+         ("its daemon was killed by signal 9 on node n2", True)),
         ("RUNNING", "None", "0:0", "", "n1|mixed|none\nn2|draining*|new disk",
          ("up for the scheduler: node n2 is draining: new disk", False)),
     ],
@@ -141,6 +155,7 @@ def test_loss_of_a_host_has_slurms_reason(
     [found] = job._why_lost([host])
     words, is_final = expected
     assert found.text.startswith(f"n2 is {words}" if words.startswith("up") else f"n2: {words}")
+    assert "n1: task" not in found.text
     assert found.is_final == is_final
 
 

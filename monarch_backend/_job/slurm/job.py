@@ -359,9 +359,10 @@ class SlurmJob(ScheduledJob):
             again = f", requeued {record.restarts} times" if record.restarts else ""
             return "pending", "; ".join([f"{record}{again}", *messages.reasons(said)])
         if report is not None and report.ended:
-            return "gone", "; ".join([f"{report.ended} on node {report.node}", *messages.reasons(said)])
+            return "gone", "; ".join([f"{report.ended} on node {report.node}", *messages.reasons(said, report.node)])
         if not step_runs:
-            return "gone", "; ".join([f"its step in Slurm job {record.number} has ended", *messages.reasons(said)])
+            why = messages.reasons(said, report.node if report else "")
+            return "gone", "; ".join([f"its step in Slurm job {record.number} has ended", *why])
         if report is None or not report.address:
             return "pending", f"{record} on {record.nodes}; its host does not listen yet"
         problem = problems.get(report.node, "")

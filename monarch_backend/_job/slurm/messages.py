@@ -12,10 +12,10 @@ START_MARK = "monarch_backend: start "
 """Prefix of the line that the job's script prints first. The output of a requeued job has one for each start."""
 
 _MESSAGE = re.compile(
-    r"error: (?:"
+    r"(?:slurmstepd-(?P<writer>\S+): )?error: (?:"
     r"\*\*\* (?:JOB|STEP) \S+ ON (?P<node>\S+) (?P<end>.+?)(?:, SEE SLURMCTLD LOG FOR DETAILS)? \*\*\*"
     r"|(?P<memory>Detected \d+ oom[-_ ]kill event\S*(?: in [\w.=+]*\w)?|.*\bexceeded (?:job |step )?memory limit.*)"
-    r"|(?P<failure>Node failure on \S+|\S+: tasks? [\d,-]+: Out Of Memory)"
+    r"|(?P<failure>Node failure on (?P<failed>\S+)|(?P<tasks>\S+): tasks? [\d,-]+: Out Of Memory)"
     r")",
     re.IGNORECASE,
 )
@@ -32,16 +32,28 @@ def of_start(output: str, start: str) -> str:
     return ""
 
 
-def reasons(output: str) -> list[str]:
+def reasons(output: str, node: str = "") -> list[str]:
     """Return Slurm's reasons in its words, without repetitions: those of memory and of nodes, and how it has ended.
+
+    With ``node`` messages about another node are left out. Some name no node. One node tells that a whole step is
+    cancelled.
 
     >>> reasons("slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-29T21:55:28 DUE TO TIME LIMIT ***")
     ['CANCELLED AT 2026-11-29T21:55:28 DUE TO TIME LIMIT']
     """
     found: dict[str, None] = {}
     for match in _MESSAGE.finditer(output):
+        if node and not _concerns(match, node):
+            continue
         found[(match["end"] or match["memory"] or match["failure"]).strip().rstrip(".")] = None
     # A job and each of its steps are cancelled within seconds of each other, for one reason.
     ends = {re.sub(r" AT \S+", "", text): text for text in reversed(found) if " AT " in text}
     rest = [text for text in found if " AT " not in text]
     return [*rest, *ends.values()][:MAX_MESSAGES]
+
+
+def _concerns(message: re.Match[str], node: str) -> bool:
+    if (message["end"] or "").startswith("CANCELLED"):
+        return True
+    its_node = message["node"] or message["failed"] or message["tasks"] or message["writer"]
+    return its_node is None or its_node == node or "[" in its_node  # brackets: several nodes
