@@ -37,11 +37,11 @@ def check_timeout(value: Any, name: str = "timeout", *, zero: bool = True) -> fl
     return float(min(seconds, MAX_TIMEOUT_S))
 
 
-def check_bounded(value: Any) -> float:
+def check_bounded(value: Any, name: str = "timeout") -> float:
     """Return what `check_timeout` returns, but `MAX_TIMEOUT_S` for no limit. For callees that need a number.
 
     >>> check_bounded(None) == MAX_TIMEOUT_S
     True
     """
-    seconds = check_timeout(value)
+    seconds = check_timeout(value, name)
     return MAX_TIMEOUT_S if seconds is None else seconds

@@ -404,6 +404,7 @@ def test_mesh_can_have_no_gpus() -> None:
         ({"in_allocation": True, "partition": "gpu"}, "partition: the allocation that the program is in has"),
         ({"tether": 0}, "tether=0: give more than 0 seconds"),
         ({"notice": -1}, "notice=-1: give 0 seconds"),
+        ({"reason_timeout": -1}, "reason_timeout=-1: give 0 seconds"),
         ({"notice": 70000}, "Slurm takes at most 65535 seconds"),
     ],
 )

@@ -126,7 +126,7 @@ class SlurmJob(ScheduledJob):
         self._tether = check_timeout(tether, "tether", zero=False)
         self._ending_notice = check_timeout(ending_notice, "ending_notice") or 0.0
         self._notice = check_timeout(notice, "notice") or 0.0
-        self._reason_timeout = check_bounded(reason_timeout)
+        self._reason_timeout = check_bounded(reason_timeout, "reason_timeout")
         if self._notice > MAX_NOTICE_S:
             raise ValueError(f"notice={notice!r}: Slurm takes at most {MAX_NOTICE_S:g} seconds")
         self._meshes: dict[str, dict[str, Any]] = {}
