@@ -13,7 +13,7 @@ import pytest
 from monarch_backend._core.state import make_private
 from monarch_backend._job import state_file
 from monarch_backend._job.slurm import commands
-from monarch_backend._job.slurm.messages import of_start, reasons
+from monarch_backend._job.slurm.messages import of_start, reasons, shorten
 from monarch_backend._job.slurm.node import Report, report_path
 from monarch_backend._job.state_file import HostEntry
 from monarch_backend._transport.network.auth import write_private
@@ -45,7 +45,7 @@ srun: Job step aborted: Waiting up to 4 seconds for job step to finish.
         (
             CANCELLED.format(why=" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS")
             + "srun: error: Node failure on n2\n",
-            ["Node failure on n2", "CANCELLED AT 2026-11-29T21:55:27 DUE TO NODE FAILURE"],
+            ["CANCELLED AT 2026-11-29T21:55:27 DUE TO NODE FAILURE", "Node failure on n2"],
         ),
         (
             OOM + "srun: error: n2: task 1: Out Of Memory\n",
@@ -65,6 +65,27 @@ srun: Job step aborted: Waiting up to 4 seconds for job step to finish.
 )  # fmt: skip
 def test_messages_are_reasons_once(output: str, expected: list[str]) -> None:
     assert reasons(output) == expected
+
+
+def test_end_of_a_job_is_its_first_reason() -> None:
+    tasks = "".join(f"srun: error: n{node}: task {node}: Out Of Memory\n" for node in range(5))
+    assert reasons(tasks + CANCELLED.format(why=" DUE TO TIME LIMIT")) == [
+        "CANCELLED AT 2026-11-29T21:55:27 DUE TO TIME LIMIT",
+        "n0: task 0: Out Of Memory",
+        "n1: task 1: Out Of Memory",
+    ]
+
+
+def test_messages_before_the_end_of_a_long_output_are_kept() -> None:
+    rest = OTHERS * 100
+    for words in (STEP.format(why=" DUE TO TIME LIMIT"), OTHERS + OOM):
+        short = shorten(words + rest)
+        assert reasons(short) == reasons(words)
+        assert short.endswith(rest[-4000:])
+        assert len(short) < 4200
+    cut = len(rest) - 4000
+    assert reasons(shorten(rest[:cut] + OOM + rest[cut + len(OOM) - 30 :])) == reasons(OOM)
+    assert shorten(OTHERS) == OTHERS
 
 
 def test_messages_about_other_nodes_are_no_reasons_of_a_host() -> None:

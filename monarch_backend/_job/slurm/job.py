@@ -306,9 +306,10 @@ class SlurmJob(ScheduledJob):
         return self._batch_log(f"{file.submitted['job']}.{restarts}")
 
     def _batch_log(self, start: str = "") -> str:
-        """Return the end of the output of a start of the job's script and of srun."""
+        """Return Slurm's messages in the output of a start of the job's script and of srun, and the output's end."""
         with contextlib.suppress(OSError):
-            return messages.of_start((self._folder / "batch.log").read_text(errors="replace"), start).strip()[-4000:]
+            output = messages.of_start((self._folder / "batch.log").read_text(errors="replace"), start)
+            return messages.shorten(output.strip())
         return ""
 
     # ---- search

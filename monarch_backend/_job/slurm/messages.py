@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 MAX_MESSAGES = 3
+MAX_OUTPUT_CHARS = 4000
 START_MARK = "monarch_backend: start "
 """Prefix of the line that the job's script prints first. The output of a requeued job has one for each start."""
 
@@ -32,8 +33,15 @@ def of_start(output: str, start: str) -> str:
     return ""
 
 
+def shorten(output: str) -> str:
+    """Return Slurm's messages in a long output, and the end of the output."""
+    start = len(output) - MAX_OUTPUT_CHARS
+    earlier = dict.fromkeys(match[0] for match in _MESSAGE.finditer(output) if match.start() < start)
+    return "\n".join([*earlier, output[-MAX_OUTPUT_CHARS:]])
+
+
 def reasons(output: str, node: str = "") -> list[str]:
-    """Return Slurm's reasons in its words, without repetitions: those of memory and of nodes, and how it has ended.
+    """Return Slurm's reasons in its words, without repetitions: how it has ended, then those of memory and of nodes.
 
     With ``node`` messages about another node are left out. Some name no node. One node tells that a whole step is
     cancelled.
@@ -47,9 +55,12 @@ def reasons(output: str, node: str = "") -> list[str]:
             continue
         found[(match["end"] or match["memory"] or match["failure"]).strip().rstrip(".")] = None
     # A job and each of its steps are cancelled within seconds of each other, for one reason.
-    ends = {re.sub(r" AT \S+", "", text): text for text in reversed(found) if " AT " in text}
+    ends: dict[str, str] = {}
+    for text in found:
+        if " AT " in text:
+            ends.setdefault(re.sub(r" AT \S+", "", text), text)
     rest = [text for text in found if " AT " not in text]
-    return [*rest, *ends.values()][:MAX_MESSAGES]
+    return [*ends.values(), *rest][:MAX_MESSAGES]
 
 
 def _concerns(message: re.Match[str], node: str) -> bool:
