@@ -25,6 +25,10 @@ OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the s
 OVER_LIMIT = """1: slurmstepd-n2: error: StepId=7.0 exceeded memory limit (119812 > 102400), being killed
 slurmstepd-n1: error: Exceeded job memory limit
 """
+UNKILLABLE = (
+    "slurmstepd-n1: error: *** STEP 7.0 STEPD TERMINATED ON n1 AT 2026-11-29T21:56:28"
+    " DUE TO JOB NOT ENDING WITH SIGNALS ***\n"
+)
 OTHERS = """srun: cluster configuration lacks support for cpu binding
 srun: got SIGCONT
 srun: Job step aborted: Waiting up to 4 seconds for job step to finish.
@@ -61,6 +65,17 @@ srun: Job step aborted: Waiting up to 4 seconds for job step to finish.
         ),
         ("slurmstepd-n1: error: *** STEP 7.0 ON n1 UNCORRECTABLE MEMORY ERROR AT 2026-11-29T21:55:28 ***\n",
          ["UNCORRECTABLE MEMORY ERROR AT 2026-11-29T21:55:28"]),
+        (
+            STEP.format(why=" DUE TO TIME LIMIT") + UNKILLABLE + UNKILLABLE.replace("n1", "n2"),
+            [
+                "CANCELLED AT 2026-11-29T21:55:28 DUE TO TIME LIMIT",
+                "STEPD TERMINATED ON n1 AT 2026-11-29T21:56:28 DUE TO JOB NOT ENDING WITH SIGNALS",
+            ],
+        ),
+        (
+            "srun: error: *** STEP 7.0 CANCELLED AT 2026-11-29T21:55:28 DUE TO TIME LIMIT ***\n",
+            ["CANCELLED AT 2026-11-29T21:55:28 DUE TO TIME LIMIT"],
+        ),
     ],
 )  # fmt: skip
 def test_messages_are_reasons_once(output: str, expected: list[str]) -> None:
@@ -90,7 +105,9 @@ def test_messages_before_the_end_of_a_long_output_are_kept() -> None:
 
 def test_messages_about_other_nodes_are_no_reasons_of_a_host() -> None:
     others = f"{OVER_LIMIT}srun: error: n1: task 0: Out Of Memory\nsrun: error: Node failure on n1\n"
-    others += "slurmstepd-n1: error: *** STEP 7.0 ON n1 UNCORRECTABLE MEMORY ERROR AT 2026-11-29T21:55:28 ***\n"
+    others += (
+        UNKILLABLE + "slurmstepd-n1: error: *** STEP 7.0 ON n1 UNCORRECTABLE MEMORY ERROR AT 2026-11-29T21:55:28 ***\n"
+    )
     output = others + "srun: error: n[2-3]: tasks 1-2: Out Of Memory\n"
     assert reasons(output, "n2") == [
         "StepId=7.0 exceeded memory limit (119812 > 102400), being killed",

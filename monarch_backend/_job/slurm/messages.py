@@ -14,7 +14,8 @@ START_MARK = "monarch_backend: start "
 
 _MESSAGE = re.compile(
     r"(?:slurmstepd-(?P<writer>\S+): )?error: (?:"
-    r"\*\*\* (?:JOB|STEP) \S+ ON (?P<node>\S+) (?P<end>.+?)(?:, SEE SLURMCTLD LOG FOR DETAILS)? \*\*\*"
+    r"\*\*\* (?:JOB|STEP) \S+ (?:ON (?P<node>\S+) )?"
+    r"(?P<end>(?:STEPD TERMINATED ON (?P<stepd>\S+) )?.+?)(?:, SEE SLURMCTLD LOG FOR DETAILS)? \*\*\*"
     r"|(?P<memory>Detected \d+ oom[-_ ]kill event\S*(?: in [\w.=+]*\w)?|.*\bexceeded (?:job |step )?memory limit.*)"
     r"|(?P<failure>Node failure on (?P<failed>\S+)|(?P<tasks>\S+): tasks? [\d,-]+: Out Of Memory)"
     r")",
@@ -58,7 +59,7 @@ def reasons(output: str, node: str = "") -> list[str]:
     ends: dict[str, str] = {}
     for text in found:
         if " AT " in text:
-            ends.setdefault(re.sub(r" AT \S+", "", text), text)
+            ends.setdefault(re.sub(r" (?:ON|AT) \S+", "", text), text)
     rest = [text for text in found if " AT " not in text]
     return [*ends.values(), *rest][:MAX_MESSAGES]
 
@@ -66,5 +67,5 @@ def reasons(output: str, node: str = "") -> list[str]:
 def _concerns(message: re.Match[str], node: str) -> bool:
     if (message["end"] or "").startswith("CANCELLED"):
         return True
-    its_node = message["node"] or message["failed"] or message["tasks"] or message["writer"]
+    its_node = message["node"] or message["stepd"] or message["failed"] or message["tasks"] or message["writer"]
     return its_node is None or its_node == node or "[" in its_node  # brackets: several nodes
