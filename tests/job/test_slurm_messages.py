@@ -210,3 +210,17 @@ def test_lost_host_of_a_job_that_ends_soon_waits_for_the_reason(
         r"n2 is ending for the scheduler: its time limit ends at .*; node n2 does not respond to Slurm", found.text
     )
     assert not found.is_final
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "PENDING"])
+def test_requeued_job_has_the_reason_of_the_start_before(
+    slurm: Callable[[str, str], None], tmp_path: Path, state: str
+) -> None:
+    job = _job_with_hosts(tmp_path)
+    said = CANCELLED.format(why=" DUE TO JOB REQUEUE")
+    (tmp_path / "job.slurm" / "batch.log").write_text(f"monarch_backend: start 7.0\n{said}")
+    slurm(RECORD.format(state=state, reason="None", code="0:0").replace("Restarts=0", "Restarts=1"), "")
+    assert all("CANCELLED AT 2026-11-29T21:55:27 DUE TO JOB REQUEUE" in each.reason for each in job.status())
+    with (tmp_path / "job.slurm" / "batch.log").open("a") as file:
+        file.write(f"monarch_backend: start 7.1\n{CANCELLED.format(why='')}")
+    assert all(("JOB REQUEUE" in each.reason) == (state == "PENDING") for each in job.status())

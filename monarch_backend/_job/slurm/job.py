@@ -301,9 +301,12 @@ class SlurmJob(ScheduledJob):
         return {"job": int(number), "step": found, "folder": folder}
 
     def _last_output(self, file: JobFile, record: SlurmRecord) -> str:
-        """Return the output of the last start of a job."""
-        restarts = record.restarts - (record.state == "PENDING")  # the start before it was requeued
-        return self._batch_log(f"{file.submitted['job']}.{restarts}")
+        """Return the output of the last start of a job. A job that is requeued is counted before it starts again."""
+        number = file.submitted["job"]
+        output = "" if record.state == "PENDING" else self._batch_log(f"{number}.{record.restarts}")
+        if not output and record.restarts and record.state in ("PENDING", "COMPLETING"):
+            return self._batch_log(f"{number}.{record.restarts - 1}")
+        return output
 
     def _batch_log(self, start: str = "") -> str:
         """Return Slurm's messages in the output of a start of the job's script and of srun, and the output's end."""
