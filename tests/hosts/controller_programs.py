@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 import monarch_backend.actor as ma
 from monarch_backend._actor.runtime import program
-from monarch_backend._hosts.attach import HostRegistry
+from monarch_backend._hosts.attach import HostRegistry, explain_losses
+from monarch_backend._hosts.loss_reasons import LossReason, LossReasons
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._transport.local.tuning import CREDIT_WINDOW
 from monarch_backend.actor import (
@@ -784,6 +785,23 @@ def cut_before_they_meet(addresses: list[str], cables: list[int]) -> None:
     assert isinstance(error, ActorError) and "given up" in str(error.__cause__), error
     assert other.ask.call_one(workers.slice(hosts=0, gpus=1), 3).get(PATIENCE) == 3
     faults.none()
+
+
+def stopped_after_loss(addresses: list[str], how: str) -> None:
+    """A mesh is stopped while the scheduler is still asked why its host is lost, which can take minutes."""
+    expect_faults()
+    hosts, procs, workers = begin(addresses)
+    workers.echo.call(0).get(PATIENCE)
+    explain_losses(hosts, LossReasons(lambda _: [LossReason("it runs", False)], 400.0, lambda: time.sleep(0.1)), "ab")
+    lost, owner = program().hosts.find((hosts.hosts or ())[1]), program().owner
+    os.kill(agents()["gamma"], signal.SIGKILL)
+    until(lambda: lost.lost is not None, "the host is lost")
+    began = time.monotonic()
+    getattr(procs, how)().get(PATIENCE)
+    measured(f"{how} of a mesh with a lost host", began, 4.0)
+    program().call_soon(lambda: lost.spawner.host_lost("the reason at last"))
+    until(lambda: not owner.records.by_number, "no record is left")
+    assert not owner.starter.early
 
 
 def spare(addresses: list[str], daemons: list[int]) -> None:

@@ -70,6 +70,11 @@ def test_lost_and_reordered_packets_change_no_message(world: World, daemons: lis
     assert counts[1] > 10 and counts[2] > 10, counts
 
 
+@pytest.mark.parametrize("how", ["stop", pytest.param("kill", marks=pytest.mark.slow)])
+def test_stop_does_not_wait_for_the_reason_of_a_lost_host(how: str, world: World, workers: list[str]) -> None:
+    world.run("stopped_after_loss", workers[:2], how)
+
+
 def test_killed_gateway_of_the_controller_is_reported(world: World, workers: list[str]) -> None:
     run = world.run("gateway_killed", *workers[:2])
     assert "the gateway of this host has ended" in run.out

@@ -5,6 +5,7 @@ _actor/supervision.py decides about failures.
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 from dataclasses import replace
@@ -76,6 +77,9 @@ class ProcessExits:
             member.failed = event.reason
         elif isinstance(event, LostWithHost):
             member.lost = event.reason
+            if member.core.owned.over:  # it was reported when its mesh was stopped
+                self._records.by_number.pop(event.id, None)
+                return
         elif isinstance(event, Exited):
             member.exited = event
             if member.core.owned.over:  # its last event
@@ -102,8 +106,26 @@ class ProcessExits:
             self._tell(member)
         else:
             unsure = self._records.how_it_ended(peer)[1] in (None, -signal.SIGKILL)
-            seconds = self._status_timeout(peer) if unsure else EXIT_STATUS_TIMEOUT_S
+            seconds = EXIT_STATUS_TIMEOUT_S
+            if unsure:  # the cause does not matter any more after a stop
+                seconds = SIGKILL_STATUS_TIMEOUT_S if owned.core.stopped is not None else self._status_timeout(peer)
             self._program.progress.later(seconds, lambda: self._tell(member))
+
+    def settle_lost(self, owned: OwnedProcs) -> None:
+        """Report processes of a stopped mesh that have ended with their hosts. Their reasons can take minutes.
+
+        Called on the reading thread.
+        """
+        for member in list(owned.members.values()):
+            host = self._program.hosts.of(member.peer.token)
+            if member.gone or host is None:
+                continue
+            if host.lost is not None and member.peer.gone is None and member.peer.link < 0:
+                self._program.router.never_came(member.peer, host.lost)
+            elif host.lost is not None and member.peer.gone is not None:
+                self._tell(member)
+            elif member.peer.gone is not None:  # the host may be found lost soon
+                self._program.progress.later(SIGKILL_STATUS_TIMEOUT_S, functools.partial(self._tell, member))
 
     def _status_timeout(self, peer: Peer) -> float:
         """Return the seconds for the cause of an end. If its host is lost, a scheduler is asked for the reason."""
@@ -201,7 +223,9 @@ class ProcessOwner:
             program, records, self.stuck, lambda e: self.exits.on_event(e), lambda e: self.exits.handle_event(e)
         )
         self.readiness = ProcessReadiness(program, records)
-        self.stops = ProcessStop(program, records, self.starter, self.stuck)
+        self.stops = ProcessStop(
+            program, records, self.starter, self.stuck, lambda owned: self.exits.settle_lost(owned)
+        )
         self.restarts = ProcessRestarts(program, records, self.starter, lambda peer: self.exits.ended(peer))
         self.exits = ProcessExits(program, records, self.starter, self.readiness, self.restarts, self.stops)
 

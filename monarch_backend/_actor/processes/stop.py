@@ -27,8 +27,14 @@ SHUTDOWN_GRACE_S = 10.0
 
 
 class ProcessStop:
-    def __init__(self, program: Runtime, records: ProcessRecords, starter: ProcessStarter, stuck: StuckReaders) -> None:
+    """Stops meshes of processes. ``settle_lost`` reports the processes of a mesh that have ended with their hosts."""
+
+    def __init__(
+        self, program: Runtime, records: ProcessRecords, starter: ProcessStarter, stuck: StuckReaders,
+        settle_lost: Callable[[OwnedProcs], None],
+    ) -> None:  # fmt: skip
         self._program, self._records, self._starter, self._stuck = program, records, starter, stuck
+        self._settle_lost = settle_lost
         self.stands_still = system_calls.stands_still  # a simulator replaces it
 
     def stop(
@@ -79,6 +85,8 @@ class ProcessStop:
                 end = None if timeout is None else program.clock.now() + timeout
                 self._look_again(owned, how, end)
             self.settle(owned)  # the last of them may have ended meanwhile
+            if any(not m.gone and program.hosts.of(m.peer.token) is not None for m in owned.members.values()):
+                program.call_soon(functools.partial(self._settle_lost, owned))
         return future
 
     def _tell_to_end(self, owned: OwnedProcs, how: str, reason: str) -> None:
