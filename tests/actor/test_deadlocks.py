@@ -509,7 +509,8 @@ def _waits_for_busy_actor(nodes: list[ActorMesh]) -> None:
 def _timeout_of_get_ends_a_cycle(nodes: list[ActorMesh]) -> None:
     with pytest.raises(ActorError) as raised:
         nodes[0].hop.call_one([nodes[1], nodes[0]], LONGER_THAN_A_PROBE_S).get(PATIENCE)
-    assert isinstance(raised.value.__cause__, TimeoutError)
+    # The wait of the second actor may end first.
+    assert "TimeoutError: no answer within 0.5 s" in str(raised.value)
     for node in nodes[:2]:
         assert "DeadlockError" not in [kind for kind, _, _ in node.taken.call_one().get(PATIENCE)]
 
