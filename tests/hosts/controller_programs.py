@@ -178,7 +178,7 @@ def late_rank_there(*workers: str) -> None:
             text = str(error)
     assert "in reduce (dist.all_reduce(torch.ones(2))), running reduce for " in text, text
     assert ", in all_reduce #1 of group 0, which rank 1 (pid " in text, text
-    procs.stop("kill").get(PATIENCE)
+    procs.kill().get(PATIENCE)
 
 
 class Waiter(Actor):
