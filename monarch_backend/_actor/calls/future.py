@@ -85,8 +85,9 @@ class Future(Generic[T]):
         """Wait for the value, at most ``timeout`` seconds, and return it. None waits without limit.
 
         Raises the error of the call. Raises TimeoutError if the value does not arrive in time; the call goes on, and
-        `get` may be called again. Raises ValueError for a negative timeout or NaN, and TypeError for a value that is
-        neither a number of seconds nor a timedelta.
+        `get` may be called again. Raises CancelledError if the message that the actor runs is cancelled meanwhile.
+        Raises ValueError for a negative timeout or NaN, and TypeError for a value that is neither a number of seconds
+        nor a timedelta.
 
         Warns with RuntimeWarning inside a running event loop, which it would block: ``await`` the future there.
         """

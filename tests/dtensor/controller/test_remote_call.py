@@ -68,9 +68,16 @@ def test_inplace_change_in_a_function_is_visible_to_all(mesh_of: Callable[[str],
     whole = torch.randn(6, 4)
     x = distribute_tensor(whole, mesh, [Shard(0)])
     view = x.view(3, 2, 4) if x.shape == (3, 2, 4) else x.t()
-    run(mesh, lambda x: x.mul_(2).to_local().add_(1) and None, {"nested": [x]}["nested"][0])
-    same(x, whole * 2 + 1)
-    same(view, (whole * 2 + 1).t())
+
+    def change(nested: dict[str, list[Any]]) -> None:
+        nested["x"][0].mul_(2).to_local().add_(1)
+
+    done = run(mesh, change, {"x": [x]})
+    try:
+        same(x, whole * 2 + 1)  # no wait for the function before
+        same(view, (whole * 2 + 1).t())
+    finally:
+        done.get()
 
 
 def test_tensor_passed_twice_arrives_as_one(mesh_of: Callable[[str], Any]) -> None:
