@@ -6,11 +6,13 @@ them. Replacements of torch's functions are in _c10d_patches.py.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from monarch_backend import _native
 from monarch_backend._core.limits import within
 from monarch_backend._core.torch_version import torch_version
 from monarch_backend.process_group import _own_address
@@ -393,6 +396,28 @@ def _is_torchs_gloo(plugin: Any, opts: Any) -> bool:
     return is_own and not getattr(opts, "enable_reconfigure", False)
 
 
+_living: set[weakref.ref[Any]] = set()
+"""Gloo groups of this process."""
+
+
+def _keep_at_exit(gloo: Any) -> None:
+    """Let the destructor of a Gloo group not run when the interpreter ends.
+
+    One of Gloo's threads may need the GIL then, to release a tensor. It never gets it and keeps a lock, for which the
+    destructor waits.
+    """
+    if not _living:
+        atexit.unregister(_keep_living)
+        atexit.register(_keep_living)
+    _living.add(weakref.ref(gloo, _living.discard))
+
+
+def _keep_living() -> None:
+    for reference in list(_living):
+        if (gloo := reference()) is not None:
+            _native.keep_for_ever(gloo)
+
+
 def _make_gloo(opts: Any, deadline: Deadline) -> Any:
     """Make a Gloo group, with an address that the other hosts reach.
 
@@ -409,6 +434,7 @@ def _make_gloo(opts: Any, deadline: Deadline) -> Any:
     gloo = within(
         left.total_seconds(), lambda: c10d.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, **chosen)
     )
+    _keep_at_exit(gloo)
     gloo.set_timeout(opts.timeout)
     gloo.options.global_ranks_in_group = opts.global_ranks_in_group
     gloo.options.group_name = opts.group_id
@@ -471,7 +497,11 @@ def finished_work(result: Any) -> Any:
 
 @functools.cache
 def _alone(_pid: int) -> Any:  # of one process: a fork has no threads to run it
-    return c10d.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=30))
+    gloo = c10d.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=30))
+    _native.keep_for_ever(
+        gloo
+    )  # when the interpreter ends, its destructor could wait for a thread that never continues
+    return gloo
 
 
 def future_of_tensors(tensors: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:

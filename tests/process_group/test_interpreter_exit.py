@@ -49,6 +49,28 @@ def test_script_that_ends_with_a_live_group_exits_with_0(how: str, tmp_path: Pat
     assert ends == [("", 0)] * len(jobs)
 
 
+FUTURES = """
+import sys, torch, torch.distributed as dist
+from monarch_backend.process_group import _c10d_internals
+dist.init_process_group("monarch", rank=0, world_size=1, init_method=f"file://{sys.argv[1]}")
+for _ in range(50):
+    _c10d_internals.future_of_tensors([torch.ones(4) for _ in range(50)])
+"""
+
+
+@pytest.mark.slow
+def test_script_that_ends_with_a_busy_thread_of_gloo_exits_with_0(tmp_path: Path) -> None:
+    """DDP's hooks use such futures. Without the repair one in six of these processes waits for a lock for ever."""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", FUTURES, str(tmp_path / f"store{n}")], stderr=subprocess.PIPE, text=True
+        )
+        for n in range(12)
+    ]
+    with killed_at_end(jobs):
+        assert [(job.communicate(timeout=60)[1], job.returncode) for job in jobs] == [("", 0)] * len(jobs)
+
+
 # Reports of an exception on the other ranks ---------------------------------------------------------------------------
 
 FAILING = """
