@@ -335,7 +335,8 @@ def _unplugged(rank: int, folder: Path) -> float:
 
 
 def test_silent_host_is_named_within_the_timeout(three: Hosts, tmp_path: Path) -> None:
-    assert max(run_on_hosts(three, TWO_BY_TWO, _unplugged, tmp_path, env=ON)) < 5
+    env = {**ON, "MONARCH_HOST_TIMEOUT": "0"}  # a busy machine may leave the host unplugged for longer
+    assert max(run_on_hosts(three, TWO_BY_TWO, _unplugged, tmp_path, env=env)) < 5
 
 
 def _disagree(rank: int, odd: set[int]) -> float:
