@@ -82,7 +82,13 @@ def test_rates_of_an_idle_program_are_zero_from_the_second_look_on(client: TestC
 
 
 def test_failure_of_a_nested_call_has_its_chain_of_causes(client: TestClient) -> None:
-    answer = _get(client, "failures")
+    def complete() -> dict[str, Any] | None:
+        """Return the failures when the events of both processes have been read."""
+        found: dict[str, Any] = _get(client, "failures")
+        chains = {each["process"]: each["chain"] for each in found["failures"]}
+        return found if len(chains.get("gpus 0 of trainers", [])) == 2 and "cpus 1 of loaders" in chains else None
+
+    answer = wait_until(complete)
     by_process = {each["process"]: each for each in answer["failures"]}
     chain = by_process["gpus 0 of trainers"]["chain"]
     assert [(each["what"].partition(" after")[0], each["process"]) for each in chain] == [
