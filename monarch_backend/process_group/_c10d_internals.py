@@ -339,10 +339,10 @@ def close_gloo_links(gloo: Any) -> None:
     for other in range(gloo.size()):
         if other != gloo.rank():
             with suppress(RuntimeError):
-                gloo.recv([nothing], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+                gloo.recv([nothing], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
-_NOBODY_SENDS = (1 << 31) - 1  # a tag
+_UNUSED_TAG = (1 << 31) - 1
 
 
 def make_inner(
@@ -406,12 +406,10 @@ def _keep_at_exit(gloo: Any) -> None:
     One of Gloo's threads may need the GIL then, to release a tensor. It never gets it and keeps a lock, for which the
     destructor waits.
     """
-    if not _living:
-        atexit.unregister(_keep_living)
-        atexit.register(_keep_living)
     _living.add(weakref.ref(gloo, _living.discard))
 
 
+@atexit.register
 def _keep_living() -> None:
     for reference in list(_living):
         if (gloo := reference()) is not None:
@@ -498,9 +496,7 @@ def finished_work(result: Any) -> Any:
 @functools.cache
 def _alone(_pid: int) -> Any:  # of one process: a fork has no threads to run it
     gloo = c10d.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=30))
-    _native.keep_for_ever(
-        gloo
-    )  # when the interpreter ends, its destructor could wait for a thread that never continues
+    _keep_at_exit(gloo)
     return gloo
 
 

@@ -60,7 +60,7 @@ for _ in range(50):
 
 @pytest.mark.slow
 def test_script_that_ends_with_a_busy_thread_of_gloo_exits_with_0(tmp_path: Path) -> None:
-    """DDP's hooks use such futures. Without the repair one in six of these processes waits for a lock for ever."""
+    """DDP's hooks use such futures. A Gloo group that is destroyed at the exit may wait for a lock without end."""
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", FUTURES, str(tmp_path / f"store{n}")], stderr=subprocess.PIPE, text=True
