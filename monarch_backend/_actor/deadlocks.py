@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.calls.codec import HOST, read_prefix
-from monarch_backend._actor.calls.own_waits import has_alarm
+from monarch_backend._actor.calls.own_waits import has_alarm, is_own_thread
 from monarch_backend._actor.calls.pending_calls import BroadcastCall, Stream, UnaryCall
 from monarch_backend._actor.errors import DeadlockError
 from monarch_backend._actor.execution.interruption import CONSTRUCTOR
@@ -424,7 +424,7 @@ class DeadlockDetector:
 
 def _is_own(runner: ActorRunner) -> bool:
     """Return whether the actor handles one message at a time, on this thread."""
-    return not runner.is_async and runner.code.thread_id == threading.get_ident()
+    return not runner.is_async and is_own_thread(runner)
 
 
 def _held(runner: ActorRunner, peer: Peer, calls: set[int] | None) -> int:

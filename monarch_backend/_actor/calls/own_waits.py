@@ -25,7 +25,7 @@ _USERS_THREADS = ("monarch-thread", "monarch_callback")
 def waits_for_own_reply(runtime: Runtime, runner: ActorRunner, what: Any) -> bool:
     """Return whether this actor, on its own thread, must handle a call before the wait for the call can end."""
     core = getattr(what, "core", None)
-    if core is None or core.actor != runner.actor or what.ready or not _is_own_thread(runner):
+    if core is None or core.actor != runner.actor or what.ready or not is_own_thread(runner):
         return False
     me = runtime.router.me
     if isinstance(what, Stream):
@@ -47,7 +47,7 @@ def _is_queued(runner: ActorRunner, ref: int, me: Any) -> bool:
 
 def fills_own_queue(runtime: Runtime, runner: ActorRunner, kind: int, target: int) -> bool:
     """Return whether nothing but this actor, which is to wait for it, can free space for a message to its process."""
-    if not _is_own_thread(runner):
+    if not is_own_thread(runner):
         return False
     if kind == Kind.PORT:
         return _is_only_reader(runtime, runner)
@@ -77,5 +77,6 @@ def _is_ours(name: str) -> bool:
     return name.startswith(_OWN_THREADS) and name not in _USERS_THREADS
 
 
-def _is_own_thread(runner: ActorRunner) -> bool:
+def is_own_thread(runner: ActorRunner) -> bool:
+    """Return whether this is the thread on which the actor runs its messages."""
     return runner.code.thread_id == threading.get_ident()

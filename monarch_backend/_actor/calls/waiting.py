@@ -104,22 +104,19 @@ class Waiting:
 
         A call with a limit of time, an alarm, and a short wait such as ``get(timeout=0)`` are left to their end.
         """
+        if not own_waits.waits_for_own_reply(self._runtime, runner, what):
+            return
         is_short = seconds is not None and seconds <= SHORT_WAIT_S
         if is_short or getattr(what, "has_limit", False) or own_waits.has_alarm():
             return
-        if own_waits.waits_for_own_reply(self._runtime, runner, what):
-            why, cure = (
-                ("it blocks its event loop", f"Use `await` for {what.endpoint}")
-                if runner.is_async
-                else (
-                    "it handles one message at a time",
-                    "Call the method, self.method(...), or make the endpoints concurrent (async)",
-                )
-            )
-            raise DeadlockError(
-                f"{runner.code.actor} would never continue: {why}, and waits for its own reply to {what.endpoint}. "
-                f"{cure}"
-            )
+        if runner.is_async:
+            why, cure = "it blocks its event loop", f"Use `await` for {what.endpoint}"
+        else:
+            why = "it handles one message at a time"
+            cure = "Call the method, self.method(...), or make the endpoints concurrent (async)"
+        raise DeadlockError(
+            f"{runner.code.actor} would never continue: {why}, and waits for its own reply to {what.endpoint}. {cure}"
+        )
 
     def _wait_on_main(self, what: Any, seconds: float | None) -> bool:
         interrupts = self._interrupts
