@@ -23,7 +23,7 @@ from tests.support.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.slurm
 
-NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+UNPRIVILEGED = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
 def refusal(address: str, secret: bytes) -> str:
@@ -87,7 +87,7 @@ def use_among_strangers(cluster: SlurmCluster, folder: Path) -> dict[str, Any]:
             "script": ["scontrol", "write", "batch_script", number, "-"],
             "scancel": ["scancel", number],
         }.items():
-            done = subprocess.run([*NOBODY, *words], capture_output=True, text=True, timeout=30)
+            done = subprocess.run([*UNPRIVILEGED, *words], capture_output=True, text=True, timeout=30)
             tried[name] = (done.returncode, done.stdout, done.stderr)
         after = list(actors.machine.call().get(60).values())
         states = [str(each) for each in job.status()]

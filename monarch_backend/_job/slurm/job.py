@@ -330,7 +330,7 @@ class SlurmJob(ScheduledJob):
         for offset, (_, meshes) in enumerate(self._groups()):
             record = records.get(offset, SlurmRecord(file.submitted["job"], "UNKNOWN"))
             start = f"{file.submitted['job']}.{record.restarts}"
-            said = self._last_output(file, record)
+            said = functools.cache(functools.partial(self._last_output, file, record))  # the output may be long
             for mesh, count in meshes.items():
                 for index in range(count):
                     report = reports.get((mesh, index))
@@ -348,24 +348,25 @@ class SlurmJob(ScheduledJob):
         )  # fmt: skip
 
     def _state_of(
-        self, record: SlurmRecord, report: Report | None, step_runs: bool, problems: Mapping[str, str], said: str
-    ) -> tuple[str, str]:
-        """Return state and reason of one host. ``said``: the output of the job's last start."""
+        self, record: SlurmRecord, report: Report | None, step_runs: bool, problems: Mapping[str, str],
+        said: Callable[[], str],
+    ) -> tuple[str, str]:  # fmt: skip
+        """Return state and reason of one host. ``said`` returns the output of the job's last start."""
         if record.state == "UNKNOWN":
             return "gone", f"Slurm does not know its job {record.number} any more"
         if record.has_ended:
             nodes = problems.values() if record.state == "NODE_FAIL" else ()
-            rest = [report.ended] if report and report.ended else [] if report else [self._last_words(said)]
-            return "gone", "; ".join([str(record), *nodes, *messages.reasons(said), *rest])
+            rest = [report.ended] if report and report.ended else [] if report else [self._last_words(said())]
+            return "gone", "; ".join([str(record), *nodes, *messages.reasons(said()), *rest])
         if record.state in ("COMPLETING", "SUSPENDED"):  # how a completing job has ended is known when it is complete
-            return f"unknown: it is {record.state.lower()}", "; ".join([str(record), *messages.reasons(said)])
+            return f"unknown: it is {record.state.lower()}", "; ".join([str(record), *messages.reasons(said())])
         if record.state != "RUNNING":
             again = f", requeued {record.restarts} times" if record.restarts else ""
-            return "pending", "; ".join([f"{record}{again}", *messages.reasons(said)])
+            return "pending", "; ".join([f"{record}{again}", *messages.reasons(said())])
         if report is not None and report.ended:
-            return "gone", "; ".join([f"{report.ended} on node {report.node}", *messages.reasons(said, report.node)])
+            return "gone", "; ".join([f"{report.ended} on node {report.node}", *messages.reasons(said(), report.node)])
         if not step_runs:
-            why = messages.reasons(said, report.node if report else "")
+            why = messages.reasons(said(), report.node if report else "")
             return "gone", "; ".join([f"its step in Slurm job {record.number} has ended", *why])
         if report is None or not report.address:
             return "pending", f"{record} on {record.nodes}; its host does not listen yet"
@@ -375,7 +376,7 @@ class SlurmJob(ScheduledJob):
         return "up", problem
 
     def _last_words(self, said: str) -> str:
-        """Return the last lines of the script's output, for a job of which no host has reported."""
+        """Return the last lines of the script's output, for a job whose hosts have not reported."""
         return said[-500:] or f"is {self._folder} on a file system that all nodes have?"
 
     def _ending(self, record: SlurmRecord) -> str:
