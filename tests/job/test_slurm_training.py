@@ -16,10 +16,10 @@ import pytest
 
 import monarch_backend.actor
 from monarch_backend._job import state_file
-from monarch_backend.actor import this_host
 from tests.job.conftest import ROOT
 from tests.job.support import in_program
 from tests.support.slurm_cluster import SlurmCluster
+from tests.support.undisturbed_training import train_undisturbed
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
@@ -98,19 +98,9 @@ def train(cluster: SlurmCluster, folder: Path, kind: str) -> dict[str, Any]:
         job.kill()
 
 
-def train_undisturbed() -> dict[int, float]:
-    sys.path.insert(0, str(ROOT / "examples"))
-    import kubernetes_train
-
-    procs = this_host().spawn_procs({"hosts": 1})
-    procs.process_group().get()
-    trainers = procs.spawn("trainers", kubernetes_train.Trainer, 0, None)
-    return {step: next(iter(trainers.train.call(step).get(60).values())) for step in range(STEPS)}
-
-
 @pytest.fixture(scope="module")
 def expected_losses() -> dict[int, float]:
-    losses: dict[int, float] = in_program(train_undisturbed, timeout=120)
+    losses: dict[int, float] = in_program(train_undisturbed, STEPS, timeout=120)
     return losses
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import monarch_backend.actor
-from monarch_backend.actor import this_host
 from tests.k8s.cluster import ADMIN, ROOT, Cluster
 from tests.k8s.conftest import Place
 from tests.k8s.kubelet import Api
 from tests.k8s.test_kubernetes_job import IMAGE, READY_S, ended, job_of
+from tests.support.undisturbed_training import train_undisturbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.k8s]
 
@@ -70,16 +70,6 @@ def train(kubeconfig: str, folder: Path, kube: Cluster, namespace: str) -> dict[
         return {"losses": run.losses, "failures": run.failures, "recoveries": run.recoveries, "done": faults.done}
 
 
-def train_undisturbed() -> dict[int, float]:
-    sys.path.insert(0, str(ROOT / "examples"))
-    import kubernetes_train
-
-    procs = this_host().spawn_procs({"hosts": 1})
-    procs.process_group().get()
-    trainers = procs.spawn("trainers", kubernetes_train.Trainer, 0, None)
-    return {step: next(iter(trainers.train.call(step).get(60).values())) for step in range(STEPS)}
-
-
 def test_training_goes_on_through_faults_and_resizes_with_the_same_losses(place: Place) -> None:
     kube = place.kube
     try:
@@ -90,5 +80,5 @@ def test_training_goes_on_through_faults_and_resizes_with_the_same_losses(place:
         kube.until(lambda: len(kube.ready_nodes()) == 3, "the crashed node to return")
     print("\n".join(found["failures"]), [f"{seconds:.1f} s" for seconds in found["recoveries"]])
     assert found["done"] == ["kill", "delete", "cut", "crash", "heal"] and len(found["recoveries"]) >= 4
-    expected = kube.run(train_undisturbed)
+    expected = kube.run(train_undisturbed, STEPS)
     assert found["losses"] == pytest.approx(expected, rel=1e-3)
