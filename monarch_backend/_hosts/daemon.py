@@ -1,7 +1,7 @@
 """`monarch-backend up`: the daemon that makes a machine a host. It checks secrets, and starts an agent per controller.
 
-The daemon has a fork server, so that agents and their processes start in milliseconds. agent.py
-defines what an agent does. All agents end with the daemon.
+The daemon has a fork server, so that agents and their processes start in milliseconds. agent.py defines what an agent
+does. All agents end with the daemon.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fork server: a process that has imported torch once, if that is wanted, and starts processes by forking itself.
+"""The fork server: a process that imports torch once (`MONARCH_PRELOAD_TORCH`), and starts processes by forking itself.
 
 It is a clean interpreter without threads or accelerator context. It never imports the user's program, and unpickles
 nothing: its children do. Each connection owns the processes that it has requested. At its end they are killed, with all
