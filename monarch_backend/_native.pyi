@@ -262,8 +262,11 @@ class ShmGroup:
         ``seconds(options)`` is called if it is late, for the time limit.
         """
 
-    def record_as(self, name: str, rank: int) -> None:
-        """Record operations under this name from now on, if this process records."""
+    def record_as(self, name: str, rank: int, identity: int) -> None:
+        """Record operations under this name from now on, if this process records.
+
+        ``identity``: 64 bits that are the same on all ranks, and that no other group has.
+        """
 
     def begin(
         self, collective: int, dtype: int, op: int, root: int, size: int, ins: _Spans, outs: _Spans, owner: object, /

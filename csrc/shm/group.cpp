@@ -139,9 +139,9 @@ void Group::submit(const std::shared_ptr<Operation>& operation) {
   if (recording_.is_on()) record_begin(*operation);
 }
 
-void Group::record_as(const std::string& name, int rank) {
+void Group::record_as(const std::string& name, int rank, std::uint64_t identity) {
   const std::lock_guard lock(mutex_);
-  recording_.start(name, static_cast<std::uint32_t>(rank));
+  recording_.start(name, static_cast<std::uint32_t>(rank), identity);
 }
 
 void Group::record_begin(Operation& op) {

@@ -92,8 +92,8 @@ class Group {
   // Why this rank is about to close the group or to end, for the errors of the others. UTF-8; cut to reason_bytes - 1.
   void set_reason(const std::string& text);
   void close();
-  // Record operations under this name from now on.
-  void record_as(const std::string& name, int rank);
+  // Record operations under this name from now on. `identity`: the same on all ranks, and of no other group.
+  void record_as(const std::string& name, int rank, std::uint64_t identity);
 
  private:
   void wait(Operation& operation, Clock::time_point limit, FutexWaiter waiter, bool until_signal);

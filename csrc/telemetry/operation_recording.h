@@ -28,13 +28,15 @@ class OperationRecording {
     std::uint64_t number = 0;
   };
 
-  // Record from now on, if this process records at all.
-  void start(std::string_view name, std::uint32_t rank) {
+  // Record from now on, if this process records at all. All ranks of the group give the same `identity`, and no other
+  // group has it.
+  void start(std::string_view name, std::uint32_t rank, std::uint64_t identity) {
     name_ = intern(name);
     rank_ = rank;
+    identity_ = identity;
     base_ns_ = now_ns();
     base_ticks_ = ticks();
-    collectives_ = take_cell(Kind::collective, name_, rank);
+    collectives_ = take();
   }
 
   bool is_on() const { return owns(collectives_); }
@@ -45,7 +47,7 @@ class OperationRecording {
     const Started started{ticks(), coarse_ns(), reference};
     if (is_message && !has_messages_) {
       has_messages_ = true;
-      messages_ = take_cell(Kind::collective, name_, rank_);
+      messages_ = take();
     }
     if (operations_[kind] == 0) operations_[kind] = intern(operation);
     if (alone) show(is_message, kind, started, bytes);
@@ -98,6 +100,12 @@ class OperationRecording {
 #endif
   }
 
+  Cell* take() {
+    Cell* const cell = take_cell(Kind::collective, name_, rank_);
+    if (cell != nullptr) update(*cell, [&](Cell& fields) { fields.trace = identity_; });
+    return cell;
+  }
+
   static std::uint64_t coarse_ns() {
 #if defined(CLOCK_MONOTONIC_COARSE)
     timespec time;
@@ -122,6 +130,7 @@ class OperationRecording {
   }
 
   std::uint32_t name_ = 0, rank_ = 0;
+  std::uint64_t identity_ = 0;
   bool has_messages_ = false;
   std::array<std::uint32_t, kinds> operations_{};
   Cell* collectives_ = nullptr;

@@ -67,7 +67,7 @@ struct Cell {
   std::uint64_t value;
   std::uint32_t waiting;    // messages in the queue
   std::uint32_t rank;
-  std::uint64_t trace;
+  std::uint64_t trace;      // of a collective: its group
 };
 static_assert(sizeof(Cell) == 64);
 

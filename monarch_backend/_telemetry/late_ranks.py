@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry import jobs, stragglers, whereabouts
 from monarch_backend._telemetry.kinds import POINT_TO_POINT, Kind, State
-from monarch_backend._telemetry.labels import mesh_of
 from monarch_backend._telemetry.programs import Program
 from monarch_backend._telemetry.reader import Activity, RecordedProcess
 
@@ -87,14 +86,13 @@ def _is_of_all(activity: Activity) -> bool:
 def _groups(processes: Iterable[RecordedProcess]) -> list[list[tuple[RecordedProcess, Activity]]]:
     """Return the last collective of each process, for each group.
 
-    Meshes of one program have groups of the same name, such as the default one. Two groups that can't be told apart, as
-    of two meshes without a name, have a rank twice and are left out.
+    Groups are told apart by their identities. Several may have the same name: each mesh has a default group.
     """
-    groups = defaultdict[tuple[str, str], list[tuple[RecordedProcess, Activity]]](list)
+    groups = defaultdict[int, list[tuple[RecordedProcess, Activity]]](list)
     for process in processes:
         for activity in filter(_is_of_all, process.activities):
-            groups[mesh_of(process.label), activity.name].append((process, activity))
-    return [members for members in groups.values() if len({each.rank for _, each in members}) == len(members)]
+            groups[activity.trace].append((process, activity))
+    return list(groups.values())
 
 
 def of_job(processes: Iterable[RecordedProcess]) -> list[LateRank]:
@@ -115,13 +113,13 @@ def collective_of(process: RecordedProcess, caller: int) -> str:
 
     ``caller``: identity of the process that waits for this one. If it is the late rank, each waits for the other.
     """
-    entered = {(each.name, each.reference) for each in process.activities if _is_entered(each)}
+    entered = {(each.trace, each.reference) for each in process.activities if _is_entered(each)}
     if not entered:
         return ""
     members = next((job for job in jobs.running().values() if any(each.pid == process.pid for each in job)), [])
     own = [group for group in _groups(members) if any(each.pid == process.pid for each, _ in group)]
     late = [each for group in own for each in _of_group(group)]
-    late = [each for each in late if (each.first.name, each.first.reference) in entered]
+    late = [each for each in late if (each.first.trace, each.first.reference) in entered]
     if not late:
         return ""
     callers = next((each for each in late if each.process.identity == caller), None)

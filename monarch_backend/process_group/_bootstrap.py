@@ -10,6 +10,7 @@ _shm/shm_backend.py uses the memory of one host, _hierarchical/hierarchical_back
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import socket
@@ -236,7 +237,7 @@ def _share(
     others = [peers.get(r) for r in here]
     native = _native.ShmGroup(host, here.index(rank), others, [control_blocks[r] for r in here], read_from(), label)
     recorder.start_rank(os.environ.get("RANK", str(rank)))
-    native.record_as(name, rank)
+    native.record_as(name, rank, _identity(everyone[here[0]]["token"], control_blocks[here[0]]))
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
         memory.name = name
@@ -244,6 +245,11 @@ def _share(
     hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, rdma_p2p, table.store)
     hierarchy.name = name
     return BootstrapResult(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}", here)
+
+
+def _identity(token: str, control_block: int) -> int:
+    """Return 64 bits for the ranks of a host, from the first one's process and the place of its control block."""
+    return int.from_bytes(hashlib.blake2b(f"{token} {control_block}".encode(), digest_size=8).digest(), "little")
 
 
 def _in_words(hosts: list[list[int]]) -> str:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from monarch_backend._core import platform
 from monarch_backend._telemetry import late_ranks, whereabouts
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
 from monarch_backend._telemetry.reader import Activity, RecordedProcess
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool, run_ranks
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="places of other processes need memfd_create")
@@ -80,7 +81,8 @@ def _one_is_late(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_late_rank_is_named_with_its_line() -> None:
+def test_late_rank_is_named_with_its_line(pool: Callable[[int], RankPool]) -> None:
+    pool(2)  # ranks of the same launcher, whose default group has the same name
     run_ranks(_one_is_late, 3)
 
 
@@ -107,11 +109,13 @@ def test_timeout_names_the_line_of_the_late_rank() -> None:
     run_ranks(_times_out, 2)
 
 
-def _cell(rank: int, number: int, *, entered: bool, name: str = "group 0", kind: str = "all_reduce") -> Activity:
+def _cell(
+    rank: int, number: int, *, entered: bool, group: int = 1, name: str = "group 0", kind: str = "all_reduce"
+) -> Activity:
     """Make a rank's cell of a group: it is in operation ``number``, or has ended it."""
     since_ns = time.monotonic_ns() - 60 * 10**9
     state = State.RUNNING if entered else State.IDLE
-    return Activity(1, Kind.COLLECTIVE, state, name, kind, since_ns, number - entered, number, 0, 0, rank, 0)
+    return Activity(1, Kind.COLLECTIVE, state, name, kind, since_ns, number - entered, number, 0, 0, rank, group)
 
 
 @pytest.fixture
@@ -135,10 +139,10 @@ def _late(job: list[RecordedProcess]) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("is_entered", [False, True])
 def test_groups_of_two_meshes_have_the_same_name(program: Callable[..., RecordedProcess], is_entered: bool) -> None:
-    late = program("gpus 0 of trainers", _cell(0, 4, entered=False))
-    waiting = [program(f"gpus {rank} of trainers", _cell(rank, 5, entered=True)) for rank in (1, 2)]
-    others = [program(f"gpus {rank} of generators", _cell(rank, 3, entered=is_entered)) for rank in (0, 1)]
-    assert _late([late, *waiting, *others]) == [("gpus 0 of trainers", 5)]
+    late = program("gpus 0", _cell(0, 4, entered=False))
+    waiting = [program(f"gpus {rank}", _cell(rank, 5, entered=True)) for rank in (1, 2)]
+    others = [program(f"gpus {rank}", _cell(rank, 3, entered=is_entered, group=2)) for rank in (0, 1)]
+    assert _late([late, *waiting, *others]) == [("gpus 0", 5)]
     text = ", in all_reduce #5 of group 0, which rank 0 (pid 101) has not entered"
     assert late_ranks.collective_of(waiting[0], others[0].identity) == text
     assert late_ranks.collective_of(others[0], waiting[0].identity) == ""
@@ -146,23 +150,22 @@ def test_groups_of_two_meshes_have_the_same_name(program: Callable[..., Recorded
 
 
 def test_late_rank_of_another_mesh_in_the_same_operation_is_not_named(program: Callable[..., RecordedProcess]) -> None:
-    program("gpus 0 of generators", _cell(0, 4, entered=False))
-    program("gpus 1 of generators", _cell(1, 5, entered=True))
+    program("gpus 0 of generators", _cell(0, 4, entered=False, group=2))
+    program("gpus 1 of generators", _cell(1, 5, entered=True, group=2))
     program("gpus 0 of trainers", _cell(0, 4, entered=False))
     waiting = program("gpus 1 of trainers", _cell(1, 5, entered=True))
     text = ", in all_reduce #5 of group 0, which rank 0 (pid 103) has not entered"
     assert late_ranks.collective_of(waiting, 0) == text
 
 
-def test_groups_that_cannot_be_told_apart_are_left_out(program: Callable[..., RecordedProcess]) -> None:
-    job = [program(f"gpus {rank}", _cell(rank, 5 - rank, entered=rank == 0)) for rank in (0, 1)]
-    assert _late(job) == [("gpus 1", 5)]
-    job.append(program("gpus 0", _cell(0, 3, entered=False)))
-    assert _late(job) == [] and late_ranks.collective_of(job[0], 0) == ""
+def test_late_rank_of_another_mesh_of_the_same_group_is_named(program: Callable[..., RecordedProcess]) -> None:
+    job = [program("gpus 0 of trainers", _cell(0, 5, entered=True)), program("gpus 0", _cell(1, 4, entered=False))]
+    assert _late(job) == [("gpus 0", 5)]
 
 
 def test_late_ranks_of_one_group_are_named_where_threads_are_in_two(program: Callable[..., RecordedProcess]) -> None:
-    tensor, data = {"name": "group tensor", "kind": "all_gather"}, {"name": "group data"}
+    tensor: dict[str, Any] = {"name": "group tensor", "kind": "all_gather", "group": 1}
+    data: dict[str, Any] = {"name": "group data", "group": 2}
     cells = _cell(0, 8, entered=True, **data), _cell(0, 5, entered=True, **tensor)
     waiting = program("gpus 0 of trainers", *cells)
     of_data = program("gpus 1 of trainers", _cell(1, 7, entered=False, **data))
