@@ -745,7 +745,7 @@ def intern_name(name: str) -> int:
 def record_text(text: str) -> int:
     """Return the number of a text that later texts overwrite, in place of a name's; 0 without a slot."""
 
-def take_cell(kind: int, name: str, rank: int) -> int:
+def take_cell(kind: int, name: str, rank: int, trace: int = 0) -> int:
     """Return the address of a cell, 0 if there is none."""
 
 def cell_number(cell: int) -> int: ...

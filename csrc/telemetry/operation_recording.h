@@ -100,11 +100,7 @@ class OperationRecording {
 #endif
   }
 
-  Cell* take() {
-    Cell* const cell = take_cell(Kind::collective, name_, rank_);
-    if (cell != nullptr) update(*cell, [&](Cell& fields) { fields.trace = identity_; });
-    return cell;
-  }
+  Cell* take() const { return take_cell(Kind::collective, name_, rank_, identity_); }
 
   static std::uint64_t coarse_ns() {
 #if defined(CLOCK_MONOTONIC_COARSE)

@@ -87,7 +87,7 @@ std::uint32_t record_text(std::string_view text) {
   return text_flag | static_cast<std::uint32_t>(number & (text_flag - 1));
 }
 
-Cell* take_cell(Kind kind, std::uint32_t name, std::uint32_t rank) {
+Cell* take_cell(Kind kind, std::uint32_t name, std::uint32_t rank, std::uint64_t trace) {
   Slot* const here = slot.load(std::memory_order_acquire);
   if (here == nullptr) return nullptr;
   const std::lock_guard guard(cell_lock());
@@ -99,7 +99,8 @@ Cell* take_cell(Kind kind, std::uint32_t name, std::uint32_t rank) {
       fields.name = name;
       fields.detail = 0;
       fields.since_ns = now_ns();
-      fields.count = fields.reference = fields.value = fields.trace = 0;
+      fields.count = fields.reference = fields.value = 0;
+      fields.trace = trace;
       fields.waiting = 0;
       fields.rank = rank;
     });

@@ -152,7 +152,7 @@ std::uint32_t intern(std::string_view name);
 std::uint32_t record_text(std::string_view text);
 
 // Take a free cell. Returns null if there is none or nothing is recorded.
-Cell* take_cell(Kind kind, std::uint32_t name, std::uint32_t rank);
+Cell* take_cell(Kind kind, std::uint32_t name, std::uint32_t rank, std::uint64_t trace = 0);
 
 // Whether this process still has the cell: a fork has none of its parent's.
 inline bool owns(const Cell* cell) {

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from monarch_backend import _native
 from monarch_backend._actor.actor import Actor, endpoint
+from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry import (
     gpu_memory,
     late_ranks,
@@ -18,6 +19,7 @@ from monarch_backend._telemetry import (
     program_output,
     program_recording,
     py_spy,
+    whereabouts,
 )
 from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.profiles import Profile
@@ -36,6 +38,17 @@ MESSAGES = EventFilter((Kind.MESSAGE,))
 
 Refusal = tuple[str, str]
 """Name of an exception, and its text."""
+
+
+def places(pids: list[int]) -> list[str]:
+    """Return where processes of this machine are in their programs, as `whereabouts.place_of` does."""
+    process_of = {each.pid: each for each in whereabouts.processes().values()}
+
+    def place(pid: int) -> str:
+        process = process_of.get(pid)
+        return "gone" if process is None else whereabouts.place_of(process, late_ranks.PLACE_TIMEOUT_S)
+
+    return in_parallel(place, pids)
 
 
 class HostReader(Actor):
@@ -81,6 +94,11 @@ class HostReader(Actor):
         found.seen_from(self._host, ahead_ns)
         found.clock_error_ns = error_ns
         return found
+
+    @endpoint
+    def places(self, pids: list[int]) -> list[str]:
+        """Return where processes of this host are in their programs."""
+        return places(pids)
 
     @endpoint
     def look(self) -> tuple[list[Program], dict[ProcessKey, Rates]]:

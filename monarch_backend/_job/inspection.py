@@ -224,7 +224,18 @@ class Inspection:
         for each in found:
             here.add(each)
         here.unread += unread
+        if with_late and found:
+            late_ranks.add_of_hosts(here, self._places)
         return here
+
+    def _places(self, host: str, pids: list[int]) -> list[str]:
+        if not host:
+            return host_reader.places(pids)
+        try:
+            found: list[str] = _get(self._readers[host].looks.places.call_one(pids))
+        except Exception as error:  # a place is a part of a text only
+            return [f"at an unknown line ({first_line(error)})"] * len(pids)
+        return found
 
     def _programs_here(self) -> list[Program]:
         wanted = [*self._here, *self._controller_pids()]

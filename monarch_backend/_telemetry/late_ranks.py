@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry import jobs, stragglers, whereabouts
 from monarch_backend._telemetry.kinds import POINT_TO_POINT, Kind, State
+from monarch_backend._telemetry.program_recording import Recording, is_alive
 from monarch_backend._telemetry.programs import Program
 from monarch_backend._telemetry.reader import Activity, RecordedProcess
 
@@ -66,12 +68,40 @@ def add_to(programs: Iterable[Program]) -> None:
     found = [job for job in jobs.running().values() if any(process.pid in program_of for process in job)]
     for each in (late for job in found for late in of_job(job)):
         if each.pid in program_of:
-            program_of[each.pid].late.append({**asdict(each), "text": str(each)})
+            program_of[each.pid].late.append(_as_json(each))
     if not any(each.kind == Kind.STEP for job in found for p in job for each in p.activities):
         return
     for times in (times for job in jobs.running(*stragglers.KINDS).values() for times in stragglers.of_job(job)):
         if times.is_slow and times.pid in program_of:
             program_of[times.pid].slow.append({**asdict(times), "text": str(times)})
+
+
+def add_of_hosts(recording: Recording, places: Callable[[str, list[int]], list[str]]) -> None:
+    """Add the late ranks of groups over several hosts. Each host has added those that it can find by itself.
+
+    ``places(host, pids)`` returns where processes of a host are in their programs.
+    """
+    program_of = {id(each.recorded): each.program for each in recording.processes if is_alive(each)}
+    members = [each.recorded for each in recording.processes if id(each.recorded) in program_of]
+    found = [each for group in _groups(members) for each in _of_group(group)]
+    known = {(program.host, each["pid"]): each["place"] for program in recording.programs for each in program.late}
+    asked = defaultdict[str, list[int]](list)
+    for each in found:
+        key = program_of[id(each.process)].host, each.process.pid
+        if key not in known:
+            asked[key[0]].append(key[1])
+    for host, told in zip(asked, in_parallel(lambda host: places(host, asked[host]), asked), strict=True):
+        known |= zip(((host, pid) for pid in asked[host]), told, strict=True)
+    for program in recording.programs:
+        program.late = [
+            _as_json(_late_rank(each, known[program.host, each.process.pid]))
+            for each in found
+            if program_of[id(each.process)] is program
+        ]
+
+
+def _as_json(late: LateRank) -> dict[str, Any]:
+    return {**asdict(late), "text": str(late)}
 
 
 def _is_entered(activity: Activity) -> bool:
@@ -97,15 +127,30 @@ def _groups(processes: Iterable[RecordedProcess]) -> list[list[tuple[RecordedPro
 
 def of_job(processes: Iterable[RecordedProcess]) -> list[LateRank]:
     """Return the late ranks of a job's processes."""
-    late = [each for members in _groups(processes) for each in _of_group(members)]
+    return _with_places([each for members in _groups(processes) for each in _of_group(members)])
+
+
+def of_group(identity: int) -> list[LateRank]:
+    """Return the late ranks of a group on this machine, if one of its other ranks here waits. Never raises."""
+    try:
+        processes = [process for job in jobs.running().values() for process in job]
+        members = [group for group in _groups(processes) if group[0][1].trace == identity]
+        return _with_places([each for group in members for each in _of_group(group)])
+    except Exception:  # as in place_of_rank
+        return []
+
+
+def _with_places(late: list[_Late]) -> list[LateRank]:
     places = in_parallel(lambda each: whereabouts.place_of(each.process, PLACE_TIMEOUT_S), late)
-    return [
-        LateRank(
-            each.first.name, each.first.detail, each.first.reference, each.rank, each.process.pid,
-            each.process.label, each.seconds, each.waiting, place,
-        )
-        for each, place in zip(late, places, strict=True)
-    ]  # fmt: skip
+    return [_late_rank(each, place) for each, place in zip(late, places, strict=True)]
+
+
+def _late_rank(late: _Late, place: str) -> LateRank:
+    first, process = late.first, late.process
+    return LateRank(
+        first.name, first.detail, first.reference, late.rank, process.pid, process.label, late.seconds, late.waiting,
+        place,
+    )  # fmt: skip
 
 
 def collective_of(process: RecordedProcess, caller: int) -> str:
@@ -151,13 +196,16 @@ def _of_group(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late
             yield _Late(process, activity.rank, first, seconds, ranks)
 
 
-def place_of_rank(group: str, rank: int, pid: int) -> str | None:
-    """Return where a rank of a group is, if its process runs on this machine and records. Never raises."""
+def place_of_rank(group: int, rank: int, pid: int) -> str | None:
+    """Return where a rank of a group is, if its process runs on this machine and records. Never raises.
+
+    ``group``: identity of the group.
+    """
     try:
         for job in jobs.running().values():
             for process in job:
                 if process.pid == pid and any(
-                    each.kind == Kind.COLLECTIVE and each.name == group and each.rank == rank
+                    each.kind == Kind.COLLECTIVE and each.trace == group and each.rank == rank
                     for each in process.activities
                 ):
                     return whereabouts.place_of(process, PLACE_TIMEOUT_S)

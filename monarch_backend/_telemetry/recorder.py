@@ -125,9 +125,9 @@ def name_number(text: str) -> int:
     return number
 
 
-def take_cell(kind: int, name: str, rank: int = 0) -> int:
-    """Return a cell for an activity, 0 if there is none."""
-    return int(_native.take_cell(int(kind), printable(name), rank))
+def take_cell(kind: int, name: str, rank: int = 0, trace: int = 0) -> int:
+    """Return a cell for an activity, 0 if there is none. ``trace`` of a collective is the identity of its group."""
+    return int(_native.take_cell(int(kind), printable(name), rank, trace))
 
 
 def cell_number(cell: int) -> int:

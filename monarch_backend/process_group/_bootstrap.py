@@ -237,18 +237,18 @@ def _share(
     others = [peers.get(r) for r in here]
     native = _native.ShmGroup(host, here.index(rank), others, [control_blocks[r] for r in here], read_from(), label)
     recorder.start_rank(os.environ.get("RANK", str(rank)))
-    native.record_as(name, rank, _identity(everyone[here[0]]["token"], control_blocks[here[0]]))
+    identity = _identity(everyone[0]["token"], control_blocks[0])
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
-        memory.name = name
+        memory.record_as(name, identity)
         return BootstrapResult(memory, "shm", "all ranks share memory", here)
     hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, rdma_p2p, table.store)
-    hierarchy.name = name
+    hierarchy.record_as(name, identity)
     return BootstrapResult(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}", here)
 
 
 def _identity(token: str, control_block: int) -> int:
-    """Return 64 bits for the ranks of a host, from the first one's process and the place of its control block."""
+    """Return 64 bits for a group, from its first rank's process and the place of that rank's control block."""
     return int.from_bytes(hashlib.blake2b(f"{token} {control_block}".encode(), digest_size=8).digest(), "little")
 
 

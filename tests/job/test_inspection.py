@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -95,6 +96,52 @@ def programs(job: Job) -> list[dict[str, Any]]:
         activities = [(a["state"], a["detail"]) for each in there for p in each["processes"] for a in p["activities"]]
         if activities == [("running", "sleep")] * 2 or time.monotonic() > deadline:
             return found
+
+
+RANKS = """
+import os, sys, threading
+import torch
+import torch.distributed as dist
+from monarch_backend.actor import Actor, current_rank, endpoint
+from monarch_backend.job import Job
+
+class Trainer(Actor):
+    @endpoint
+    def train(self, store):
+        rank = current_rank()["hosts"]
+        dist.init_process_group("monarch", init_method=f"file://{store}", rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(2))
+        if rank == 1:
+            threading.Event().wait()  # late
+        dist.all_reduce(torch.ones(2))
+
+if __name__ == "__main__":
+    procs = Job.load(sys.argv[1]).state().trainers.spawn_procs({"gpus": 1}, name="ranks")
+    procs.spawn("trainer", Trainer).train.call(sys.argv[2]).get()
+"""
+
+
+@pytest.mark.slow
+def test_ps_names_the_late_rank_of_another_host(tmp_path: Path) -> None:
+    with sshd.server(tmp_path) as server, contextlib.ExitStack() as stack:
+        job = new_job(server, tmp_path).add_mesh("trainers", ["127.0.0.1", "127.0.0.1"])
+        stack.callback(job.kill)
+        job.apply()
+        script = tmp_path / "ranks.py"
+        script.write_text(RANKS)
+        program = subprocess.Popen([sys.executable, str(script), str(job.path), str(tmp_path / "store")])
+        stack.callback(program.wait)
+        stack.callback(program.kill)
+
+        def late() -> list[tuple[str, dict[str, Any]]]:
+            ran = command("ps", job.path, "--json")
+            assert ran.returncode == 0 and program.poll() is None, ran.stderr
+            return [(each["host"], late) for each in json.loads(ran.stdout) for late in each["late"]]
+
+        [(host, found)] = wait_until(late, 60.0)
+        assert host == "trainers[1] (127.0.0.1)"
+        assert (found["operation"], found["rank"], found["waiting"]) == ("all_reduce", 1, [0])
+        assert re.search(r"it is at .*ranks.py:\d+ in train \(threading.Event\(\).wait\(\)  # late\)", found["text"])
 
 
 def test_ps_shows_the_program_and_its_processes_on_the_host(job: Job, programs: list[dict[str, Any]]) -> None:

@@ -25,9 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monarch_backend
 from monarch_backend import GroupClosedError
+from monarch_backend._telemetry import late_ranks
 from monarch_backend.process_group import _bootstrap
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
-from monarch_backend.process_group._hierarchical import hierarchical_backend
+from monarch_backend.process_group._hierarchical import hierarchical_backend, inter_host
+from monarch_backend.process_group._hierarchical.inter_host import InterHostComm
 from tests.ecosystem.support import batch, mlp, train_step
 from tests.process_group import reference
 from tests.process_group.test_collectives import COLLECTIVES, _run_cells
@@ -312,6 +314,40 @@ def _late(rank: int) -> None:
 
 def test_late_rank_is_named_within_the_timeout(three: Hosts) -> None:
     run_on_hosts(three, TWO_BY_TWO, _late, env=ON)
+
+
+def _load(store: dist.Store) -> None:
+    store.wait(["all told"], datetime.timedelta(seconds=60))  # line A
+
+
+def _is_placed(rank: int, late: int) -> None:
+    ask = InterHostComm.ask
+    inter_host._PLACE_TIMEOUT_S, late_ranks.PLACE_TIMEOUT_S = 60.0, 30.0  # a busy machine
+    InterHostComm.ask = lambda self, rank, _: ask(self, rank, 60.0)  # type: ignore[method-assign]
+    group = dist.new_group([0, 1, 2, 3], timeout=datetime.timedelta(seconds=1.5))
+    store = dist.group.WORLD.get_group_store().clone()
+    dist.barrier(group)
+    if rank == late:
+        _load(store)
+        return
+    place = rf"rank {late} \(host host-b, pid \d+\).*it is at .*test_hierarchical\.py:\d+ in _load \(.*# line A\)"
+    _raises(CollectiveTimeoutError, place, lambda: dist.all_reduce(torch.ones(2), group=group))
+    if store.add("told", 1) == 3:
+        store.set("all told", "1")
+
+
+@pytest.mark.parametrize(
+    ("placement", "late"),
+    [
+        (TWO_BY_TWO, 3),
+        pytest.param(TWO_BY_TWO, 2, marks=pytest.mark.slow),
+        pytest.param((0, 0, 0, 1), 3, marks=pytest.mark.slow),
+    ],
+)
+def test_timeout_names_the_line_of_a_late_rank_of_another_host(
+    three: Hosts, placement: tuple[int, ...], late: int
+) -> None:
+    run_on_hosts(three, placement, _is_placed, late, env=ON)
 
 
 def _unplugged(rank: int, folder: Path) -> float:

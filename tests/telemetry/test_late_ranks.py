@@ -23,6 +23,8 @@ from monarch_backend import CollectiveTimeoutError, cli
 from monarch_backend._core import platform
 from monarch_backend._telemetry import late_ranks, whereabouts
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
+from monarch_backend._telemetry.program_recording import ProcessRecording, Recording
+from monarch_backend._telemetry.programs import RUNNING, Process, Program
 from monarch_backend._telemetry.reader import Activity, RecordedProcess
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.waiting import wait_until
@@ -179,8 +181,31 @@ def test_late_ranks_of_one_group_are_named_where_threads_are_in_two(program: Cal
         assert late_ranks.collective_of(waiting, caller.identity) == f", in {operation}, {each_waits}"
 
 
+def test_late_rank_is_found_by_the_ranks_of_another_host() -> None:
+    """Host b has only the late rank, so it can't find it by itself. Hosts may use the same pids."""
+    cells = {"a": _cell(0, 5, entered=True), "b": _cell(1, 4, entered=False)}
+    processes = []
+    for host, cell in cells.items():
+        program = Program(7, "train.py", [Process(7, "gpus 0", RUNNING, 0, 1.0, None, None, None, [])], host)
+        recorded = RecordedProcess(0, 7, "gpus 0", SlotState.ALIVE, 0, None, 0, [cell])
+        processes.append(ProcessRecording(recorded, program, program.processes[0]))
+    recording = Recording([each.program for each in processes], processes, [], time.monotonic_ns(), 0)
+    asked = []
+
+    def places(host: str, pids: list[int]) -> list[str]:
+        asked.append((host, pids))
+        return ["at a.py:1"] * len(pids)
+
+    late_ranks.add_of_hosts(recording, places)
+    assert asked == [("b", [7])]
+    of_a, of_b = recording.programs
+    assert of_a.late == [] and of_b.late[0]["text"].startswith("all_reduce #5 of group 0: rank 1 (gpus 0, pid 7) has")
+    late_ranks.add_of_hosts(recording, places)  # its place is known
+    assert len(asked) == 1 and len(of_b.late) == 1
+
+
 def test_rank_of_another_process_has_no_place() -> None:
-    assert late_ranks.place_of_rank("group 0", 0, os.getpid()) is None
+    assert late_ranks.place_of_rank(1, 0, os.getpid()) is None
 
 
 def test_stopped_process_has_a_place_that_says_so() -> None:

@@ -102,8 +102,8 @@ PyMethodDef functions[] = {
      "end_activity(cell, status): append the event of what the cell shows, and make the cell idle."},
     {nullptr, nullptr, 0, nullptr}};
 
-std::uintptr_t take(int kind, const std::string& name, std::uint32_t rank) {
-  return reinterpret_cast<std::uintptr_t>(take_cell(static_cast<Kind>(kind), intern(name), rank));
+std::uintptr_t take(int kind, const std::string& name, std::uint32_t rank, std::uint64_t trace) {
+  return reinterpret_cast<std::uintptr_t>(take_cell(static_cast<Kind>(kind), intern(name), rank, trace));
 }
 
 std::size_t number_of(std::uintptr_t cell) {
@@ -125,7 +125,7 @@ void bind_telemetry(py::module_& m) {
   m.def("is_recording", &is_recording);
   m.def("intern_name", &intern, py::arg("name"), "Number of a name in the slot; 0 without room or without a slot.");
   m.def("record_text", &record_text, py::arg("text"), "Number of a text that later texts overwrite, in place of a name's.");
-  m.def("take_cell", &take, py::arg("kind"), py::arg("name"), py::arg("rank"),
+  m.def("take_cell", &take, py::arg("kind"), py::arg("name"), py::arg("rank"), py::arg("trace") = 0,
         "A cell that shows what goes on now; 0 if there is none. An address, for begin_activity and end_activity.");
   m.def("cell_number", &number_of, py::arg("cell"), "The place of a cell in the slot, from 1; 0 for no cell.");
   m.def("release_cell", &release, py::arg("cell"));

@@ -25,6 +25,7 @@ between hosts, inter_host.py messages and failures.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import threading
@@ -38,6 +39,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from monarch_backend._telemetry import recorder
+from monarch_backend._telemetry.kinds import Kind, State, Status
 from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._collective_specs import (
     ALL_GATHER,
@@ -55,6 +58,7 @@ from monarch_backend.process_group._hierarchical.inter_host import (
     CollectiveCall,
     GroupFailure,
     InterHostComm,
+    Place,
     Posted,
 )
 from monarch_backend.process_group._hierarchical.reduction import combine, op_on_host
@@ -98,7 +102,7 @@ class Hierarchy(SharedMemory):
         super().__init__(self._turns, None, members, rank, timeout)
         self._memory = memory
         self._hosts = [tuple(host) for host in hosts]
-        self._between = InterHostComm(gloo, rdma_p2p, store, rank, self._hosts, self._break)
+        self._between = InterHostComm(gloo, rdma_p2p, store, rank, self._hosts, self._break, self._late_here)
         self._host = next(h for h, host in enumerate(self._hosts) if rank in host)
         self._here = self._hosts[self._host]
         self._place = self._here.index(rank)
@@ -108,10 +112,16 @@ class Hierarchy(SharedMemory):
         self._column = tuple(host[self._place] for host in self._hosts) if self._even else self._leaders
         self._said = torch.zeros(len(self._here) + 1, _HEADER, dtype=torch.uint8, device="cpu")
         self._scratch: dict[int, Tensor] = {}
+        self._cell = 0  # in recordings
         self._cause: Cause | None = None
         self._reason = ""  # why this rank leaves
         self._breaking = threading.Lock()
         self.lost_host: Callable[[], Cause | None] = lambda: None  # set by the group, see _host_guard.py
+
+    def record_as(self, name: str, identity: int) -> None:
+        """Record operations as those of the whole group: the core does not record their stages on this host."""
+        self._identity = identity
+        self._cell = recorder.take_cell(Kind.COLLECTIVE, name, self._rank, identity)
 
     # Life of an operation --------------------------------------------------------------------------------------
 
@@ -152,7 +162,7 @@ class Hierarchy(SharedMemory):
             raise GroupFailure(*self._cause, is_cause=False)
         try:
             # Scratch memory is used by later operations too, so the caller's inference mode must not mark it.
-            with torch.inference_mode(False), self._between.watched(call):
+            with torch.inference_mode(False), self._between.watched(call), self._recorded(call):
                 call.owners = [*call.ins, *call.outs]
                 call.ins, call.outs = [_memory(t) for t in call.ins], [_memory(t) for t in call.outs]
                 self._agree(call)
@@ -163,10 +173,48 @@ class Hierarchy(SharedMemory):
             self._break(GroupFailure("dead", self._rank, f"failed in {call.text}: {error!r}", is_cause=True))
             raise
 
+    @contextlib.contextmanager
+    def _recorded(self, call: CollectiveCall) -> Iterator[None]:
+        """Record that the operation is under way in this context, and how it ends."""
+        operation = recorder.name_number(OPERATIONS[call.what].name)
+        size = max((each.nbytes for each in (*call.ins[:1], *call.outs[:1])), default=0)
+        recorder.begin_activity(self._cell, State.RUNNING, operation, call.number, 0, size, self._identity)
+        status = Status.ERROR
+        try:
+            yield
+            status = Status.OK
+        finally:
+            recorder.end_activity(self._cell, status)
+
     def error(self, failure: Any) -> Exception:
         if isinstance(failure, GroupFailure):
             return super().error(failure.cause)
         return failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
+
+    def _place_of(self, rank: int) -> str:
+        """Return the text of `SharedMemory`, also for a rank of another host: its host is asked for its late ranks."""
+        if rank == self._rank:
+            return ""
+        if rank in self._here:
+            return super()._place_of(rank)
+        late = self._between.ask(rank, max(1.0, self._timeout().total_seconds()))
+        return "".join(
+            f"; it is {place}" if each == rank else f"; rank {each} ({self._members[each]}) has not: it is {place}"
+            for each, place in late
+        )
+
+    def _late_here(self, is_in_operation: bool) -> list[Place]:
+        """Return the late ranks of this host, and where they are.
+
+        It is this one, unless it is in the operation itself, or has already failed there.
+        """
+        from monarch_backend._telemetry import late_ranks
+
+        if is_in_operation:
+            return [(each.rank, each.place) for each in late_ranks.of_group(self._identity) if each.rank in self._here]
+        kind, rank, _ = self._cause or ("late", self._rank, "")
+        place = self._place_here(rank) if kind == "late" and rank in self._here else None
+        return [(rank, place)] if place else []
 
     def _break(self, failure: GroupFailure) -> GroupFailure:
         """End the group for all ranks, and return the cause that all of them raise."""
@@ -219,6 +267,8 @@ class Hierarchy(SharedMemory):
                 elif self._reason:  # the links stay open, because others may still read what this rank sent
                     self._leave(f"{begin}closed the group")
                 self._cause = ("closed", self._rank, "closed the group")
+        recorder.release_cell(self._cell)
+        self._cell = 0
         self._memory.close()
         self._between.close()
         self._turns.stop()

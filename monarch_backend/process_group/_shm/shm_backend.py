@@ -326,13 +326,18 @@ class SharedMemory:
         # A small operation that is not done needs only this rank, so no thread moves it until the next one is called.
         self._deferred: AsyncWork | None = None
         self._deferring = threading.Lock()
-        self.name = ""  # the group's name in recordings
+        self._identity = 0  # the group's in recordings
         self.closed_why = ""  # set before it is closed
         self.failed = False  # a rank ended or was late
 
     @property
     def sequence(self) -> int:
         return int(self.native.sequence)
+
+    def record_as(self, name: str, identity: int) -> None:
+        """Record operations under this name from now on. All ranks of the group, and no others, have the identity."""
+        self._identity = identity
+        self.native.record_as(name, self._rank, identity)
 
     def error(self, failure: tuple[str, int, str]) -> Exception:
         kind, rank, text = failure
@@ -344,13 +349,16 @@ class SharedMemory:
 
     def _place_of(self, rank: int) -> str:
         """Return "; it is at train.py:33 in load", or nothing for a rank of another host or without a recording."""
+        place = self._place_here(rank)
+        return f"; it is {place}" if place else ""
+
+    def _place_here(self, rank: int) -> str | None:
         found = re.search(r"pid (\d+)$", self._members[rank])
         if found is None or not platform.HAS_MEMFD:
-            return ""
+            return None
         from monarch_backend._telemetry import late_ranks
 
-        place = late_ranks.place_of_rank(self.name, rank, int(found[1]))
-        return f"; it is {place}" if place else ""
+        return late_ranks.place_of_rank(self._identity, rank, int(found[1]))
 
     def _run(
         self,
