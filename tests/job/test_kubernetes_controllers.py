@@ -15,6 +15,7 @@ import pytest
 
 from monarch_backend._hosts import daemon
 from monarch_backend._hosts.agent import NEVER_ATTACHED
+from monarch_backend._job.state_file import HostEntry
 from monarch_backend._processes.spawner import Exited
 from monarch_backend._transport.network.auth import new_secret
 from monarch_backend.job import Job, JobError, KubernetesJob
@@ -48,6 +49,23 @@ def job_of(api: ApiServer, controller: str, **options: Any) -> KubernetesJob:
 
 def of_kind(made: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [each for each in made if each["kind"] == kind]
+
+
+def add_event(api: ApiServer, reason: str, message: str, **subject: str) -> None:
+    event = {
+        "kind": "Event",
+        "metadata": {"name": "e"},
+        "reason": reason,
+        "message": message,
+        "involvedObject": subject,
+    }
+    api.objects["/api/v1/namespaces/team/events/e"] = event
+
+
+def remove_pods(api: ApiServer) -> None:
+    """Remove all pods, as the controllers of a cluster do after the end of what started them."""
+    for path in [path for path in api.objects if "/pods/" in path]:
+        del api.objects[path]
 
 
 @pytest.mark.parametrize("tether", [None, 60])
@@ -145,8 +163,7 @@ def test_pods_of_a_job_set_have_their_index_and_its_reasons(api: ApiServer) -> N
     ]  # fmt: skip
     with pytest.raises(JobError, match=r"cannot run: trainers\[1\]: gone"):  # a Job starts no other pod for it
         job.apply(timeout=60)
-    event = {"kind": "Event", "metadata": {"name": "e"}, "reason": "FailedCreate", "message": "exceeded quota: few"}
-    api.objects["/api/v1/namespaces/team/events/e"] = event
+    add_event(api, "FailedCreate", "exceeded quota: few", kind="Job", name=f"{name}-data-loaders-0")
     assert job.status()[2].reason == "FailedCreate: exceeded quota: few"
     for each in api.objects.values():
         if each["kind"] == "JobSet":
@@ -154,8 +171,30 @@ def test_pods_of_a_job_set_have_their_index_and_its_reasons(api: ApiServer) -> N
     assert "is suspended, such as by Kueue" in job.status()[2].reason
     with pytest.raises(JobError, match="the pods of a JobSet have a fixed number"):
         job.resize("trainers", 3)
-    for path in [path for path in api.objects if "/pods/" in path]:
-        del api.objects[path]
+    remove_pods(api)
+    job.kill()
+
+
+def test_replaced_pod_has_the_reason_of_its_eviction_from_its_event(api: ApiServer) -> None:
+    job = job_of(api, "statefulset")
+    job.apply(wait=False)
+    [labels] = [each["metadata"]["labels"] for each in api.objects.values() if each["kind"] == "Secret"]
+    for name, mesh in (("trainers-0", "trainers"), ("trainers-1", "trainers"), ("loaders-0", "data_loaders")):
+        api.add_pod(name, {**labels, "monarch-backend/mesh": mesh})
+    lost = HostEntry("trainers", 0, "trainers-0", "", None, "", "uid-before/0")
+    other = HostEntry("trainers", 1, "trainers-1", "", None, "", "uid-trainers-1/0")
+    assert job._why_lost([lost, other]) == [
+        ("trainers-0 was replaced: up", True), ("trainers-1 is up for the scheduler", False),
+    ]  # fmt: skip
+    add_event(api, "Evicted", "The node was low on resource: memory.", kind="Pod", uid="uid-before")
+    assert job._why_lost([lost, other]) == [
+        ("trainers-0 was replaced: up (Evicted: The node was low on resource: memory.)", True),
+        ("trainers-1 is up for the scheduler", False),
+    ]
+    api.missing = ["/api/v1/namespaces/team/events"]  # such as for a user that cannot list them
+    assert job._why_lost([lost]) == [("trainers-0 was replaced: up", True)]
+    api.missing = []
+    remove_pods(api)
     job.kill()
 
 

@@ -9,6 +9,7 @@ Images whose name contains "missing" cannot be pulled. Logs, port-forwarding and
 - ``crash NODE``: its heartbeats and pods end, silently for their peers; ``start NODE``
 - ``cut POD``: no network for CUT_S seconds
 - ``oom POD``: its container ends as without memory
+- ``evict POD``: its container ends, and the pod fails, as on a node without memory
 - ``kill POD``: SIGKILL for its youngest process
 """
 
@@ -43,6 +44,7 @@ READY_PROBE_S = 1.5
 MAX_FAILED_PROBES = 2
 CUT_S = 6.0
 FIRST_PORT = 10250
+EVICTION = "The node was low on resource: memory."
 
 # Enter the pod: hostname, /tmp, the files of volumes. Then wait until the network is there.
 _ENTER = """
@@ -130,6 +132,7 @@ class Pod:
         self.is_ready, self.probed, self.failed_probes = False, 0.0, 0
         self.problem: tuple[str, str] | None = None  # reason and message of a container that cannot start
         self.killed_for = ""  # reason of an end, such as OOMKilled
+        self.evicted_for = ""  # message of an eviction: the pod fails, and its container is not restarted
         self.sent = ""
 
     @property
@@ -248,6 +251,27 @@ class Kubelet:
                     if pod.name == node:
                         pod.killed_for = "OOMKilled"
                         pod.end(signal.SIGKILL)
+            elif what == "evict":
+                [pod] = [each for each in self.pods.values() if each.name == node]
+                self._evict(pod)
+
+    def _evict(self, pod: Pod) -> None:
+        """End the pod as the real agent does: an event, the end of the container, and then the phase."""
+        pod.evicted_for = EVICTION
+        subject = {"apiVersion": "v1", "kind": "Pod", "namespace": pod.namespace, "name": pod.name, "uid": pod.uid}
+        event = {
+            "metadata": {"name": f"{pod.name}.evicted", "namespace": pod.namespace},
+            "involvedObject": subject,
+            "reason": "Evicted",
+            "message": EVICTION,
+            "type": "Warning",
+            "source": {"component": "kubelet", "host": pod.node},
+            "firstTimestamp": now(),
+            "lastTimestamp": now(),
+            "count": 1,
+        }
+        self.api("POST", f"/api/v1/namespaces/{pod.namespace}/events", event)
+        pod.end(signal.SIGKILL)
 
     # ---- pods
 
@@ -326,7 +350,7 @@ class Kubelet:
 
     @staticmethod
     def _restarts_always(pod: Pod) -> bool:
-        return bool(pod.spec["spec"].get("restartPolicy", "Always") == "Always")
+        return not pod.evicted_for and bool(pod.spec["spec"].get("restartPolicy", "Always") == "Always")
 
     def _free_address(self) -> str:
         taken = {pod.address for pod in self.pods.values()}
@@ -465,6 +489,8 @@ class Kubelet:
                 }
             ],
         }
+        if pod.evicted_for and phase == "Failed":
+            status |= {"reason": "Evicted", "message": pod.evicted_for}
         key = json.dumps([phase, pod.is_ready, pod.restarts, sorted(state), pod.problem, bool(last)])
         if key != pod.sent:
             self._patch(f"{pod.path}/status", {"metadata": {"uid": pod.uid}, "status": status})

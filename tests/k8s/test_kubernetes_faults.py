@@ -69,23 +69,27 @@ def test_deleted_pod_fails_with_the_reason_and_is_found_again_under_its_new_addr
     assert before[0] == after[0] and before[1] != after[1]
 
 
-def end_by_memory(kubeconfig: str, folder: Path, kube: Cluster) -> tuple[list[str], list[str]]:
+def end_a_pod(kubeconfig: str, folder: Path, kube: Cluster, how: str) -> tuple[list[str], list[str]]:
     with ended(job_of(kubeconfig, folder).add_mesh("trainers", 1, image=IMAGE)) as job:
         job.apply(READY_S)
         procs = job.state().trainers.spawn_procs({"gpus": 1})
         failures = record_failures()
         procs.spawn("where", Where).machine.call_one().get(30)
-        kube.tell_kubelet(f"oom {job.status()[0].log.split()[1]}")
+        kube.tell_kubelet(f"{how} {job.status()[0].log.split()[1]}")
         wait_until(lambda: failures)
-        before = [each.address for each in job.status()]
-        job.state(READY_S)  # its container is restarted in the same pod
-        return [str(each) for each in failures], before + [each.address for each in job.status()]
+        return [str(each) for each in failures], names_of_hosts(job.state(READY_S).trainers)
 
 
-def test_pod_out_of_memory_fails_with_the_reason_and_restarts(place: Place) -> None:
-    [failure], addresses = place.run(end_by_memory, place.kube)
-    assert "OOMKilled, exit code 137" in failure
-    assert addresses[-1].startswith("tcp://198.18.0.")
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("oom", "OOMKilled, exit code 137"), ("evict", "Evicted: The node was low on resource: memory.")],
+    ids=["oom", "evict"],
+)
+def test_pod_that_kubernetes_ends_fails_with_the_reason_and_is_used_again(place: Place, how: str, reason: str) -> None:
+    """After "oom" its container is restarted. After "evict" a StatefulSet replaces the pod within milliseconds."""
+    [failure], [name] = place.run(end_a_pod, place.kube, how)
+    assert reason in failure, failure
+    assert name.endswith("-trainers-0")
 
 
 def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> None:

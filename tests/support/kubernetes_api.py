@@ -83,6 +83,9 @@ class ApiServer:
             wanted = dict(each.split("=") for each in query.get("labelSelector", [""])[0].split(",") if each)
             found = [each for where, each in self.objects.items() if where.rpartition("/")[0] == path]
             chosen = [each for each in found if wanted.items() <= each["metadata"].get("labels", {}).items()]
+            for field in filter(None, query.get("fieldSelector", [""])[0].split(",")):
+                where, _, value = field.partition("=")
+                chosen = [each for each in chosen if _value(each, where) == value]
             return 200, {"items": chosen, "metadata": {"resourceVersion": "1"}}
         if path not in self.objects:
             return 404, {"message": f"{path} not found"}
@@ -127,6 +130,12 @@ class ApiServer:
                 pass
 
         return Handler
+
+
+def _value(found: Any, path: str) -> Any:
+    for name in path.split("."):
+        found = found.get(name, {})
+    return found
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing_extensions import Self
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._hosts.attach import attach
 from monarch_backend._hosts.connection_settings import parse_address
+from monarch_backend._hosts.loss_reasons import LossReason
 from monarch_backend._job.base import check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.kubernetes import manifests, pods
@@ -331,6 +332,22 @@ class KubernetesJob(ScheduledJob):
             return "not created yet", False
         last = max(failed, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
         return f"FailedCreate: {last.get('message', '')}", False
+
+    def _why_lost(self, hosts: Sequence[HostEntry]) -> list[LossReason]:
+        """Return why hosts are lost. A set deletes an evicted pod within milliseconds, and its events stay."""
+        found, file = super()._why_lost(hosts), self._read()
+        if file is None or not any(each.is_final for each in found):
+            return found
+        events: dict[str, str] = {}  # by the pod's uid
+        with contextlib.suppress(JobError):  # a reason without them is better than none
+            for reason in pods.DISRUPTIONS:
+                for event in self._api(file).list("events", fields=f"involvedObject.kind=Pod,reason={reason}")[0]:
+                    events[event["involvedObject"].get("uid", "")] = f"{reason}: {event.get('message', '')}"
+        causes = [events.get(host.incarnation.partition("/")[0]) for host in hosts]
+        return [
+            each if cause is None or cause in each.text else LossReason(f"{each.text} ({cause})", each.is_final)
+            for each, cause in zip(found, causes, strict=True)
+        ]
 
     def log(self, mesh: str, index: int, lines: int = 100, *, previous: bool = False) -> str:
         """Return the last lines that the host's pod has printed; with ``previous`` before its container's restart.

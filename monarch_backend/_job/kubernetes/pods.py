@@ -31,6 +31,8 @@ _CANNOT_START = frozenset(
 )
 """Reasons of a waiting container that do not end by waiting. Kubernetes still retries them."""
 _DISRUPTED = "DisruptionTarget"
+DISRUPTIONS = ("Evicted", "Preempted")
+"""Reasons of events that tell why a pod was ended. They exist for an hour, longer than the pod."""
 
 
 def index_of(pod: Json, rank_label: str | None = None) -> int | None:
