@@ -11,6 +11,7 @@ Images whose name contains "missing" cannot be pulled. Logs, port-forwarding and
 - ``oom POD``: its container ends as without memory
 - ``evict POD``: its container ends, and the pod fails, as on a node without memory
 - ``kill POD``: SIGKILL for its youngest process
+- ``drop``: all connections of port-forwarding break
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ class Kubelet:
         self.ports = {name: FIRST_PORT + index for index, name in enumerate(self.nodes)}
         self.pods: dict[str, Pod] = {}
         self.crashed: set[str] = set()
+        self.forwarded: set[socket.socket] = set()
         self.stop = threading.Event()
         self.lock = threading.RLock()
         self._used = 0
@@ -246,6 +248,10 @@ class Kubelet:
                     heal.start()
                 else:
                     pod.kill_worker()
+            elif what == "drop":
+                for each in list(self.forwarded):
+                    with contextlib.suppress(OSError):
+                        each.shutdown(socket.SHUT_RDWR)
             elif what == "oom":  # the container's processes end as the kernel ends them, with this reason
                 for pod in self.pods.values():
                     if pod.name == node:
@@ -548,7 +554,11 @@ class Kubelet:
             is_tty = query.get("tty", [""])[0] in ("1", "true")
             exec_server.serve(request, [*command, *query["command"]], is_tty=is_tty, protocols=(exec_server.V4,))
         elif what == "portForward":
-            websocket.forward(request, found[0].address, [int(port) for port in query["port"]])
+            self.forwarded.add(request.connection)
+            try:
+                websocket.forward(request, found[0].address, [int(port) for port in query["port"]])
+            finally:
+                self.forwarded.discard(request.connection)
         else:
             request.send_error(404)
 

@@ -145,6 +145,25 @@ def test_program_outside_the_cluster_reaches_pods_through_the_api_server(place: 
     assert "this host is up" in found["log"]
 
 
+def lose_a_forwarded_connection(kubeconfig: str, folder: Path, kube: Cluster) -> list[Any]:
+    with ended(job_of(kubeconfig, folder).add_mesh("trainers", 2, image=IMAGE)) as job:
+        job.apply(READY_S)
+        failures = record_failures()
+        actors = job.state(READY_S).trainers.spawn_procs({"gpus": 1}).spawn("where", Where)
+        names = []
+        for _ in range(3):
+            names.append([actors.slice(hosts=index).machine.call_one().get(30) for index in range(2)])
+            kube.tell_kubelet("drop")
+        names.append([actors.slice(hosts=index).machine.call_one().get(30) for index in range(2)])
+        return [names, [str(each) for each in failures]]
+
+
+def test_forwarded_connection_that_is_lost_is_made_anew_without_a_failure(place: Place) -> None:
+    [first, *others], failures = place.run(lose_a_forwarded_connection, place.kube, host=OUTSIDE)
+    assert failures == []
+    assert others == [first] * 3 and len(set(first)) == 2
+
+
 def wait_for_file(path: Path) -> None:
     wait_until(path.exists)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from monarch_backend._job.kubernetes.manifests import JOBSET_VERSION
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
+
+log = logging.getLogger("monarch_backend")
 
 Json = dict[str, Any]
 
@@ -238,9 +241,26 @@ class Api:
     def port_forward(self, pod: str, port: int) -> Any:
         """Return a new connection to a port of a pod, kubernetes's PortForward."""
         from kubernetes import client, stream
+        from kubernetes.stream import ws_client
+
+        class Forward(ws_client.PortForward):
+            """Its socket ends with its WebSocket. After an error, such as a reset, kubernetes's own stays open."""
+
+            def _proxy(self) -> None:
+                try:
+                    super()._proxy()  # type: ignore[no-untyped-call]
+                except Exception as error:
+                    log.info("port-forward to pod %s: %s", pod, error)
+                finally:
+                    for each in self.local_ports.values():
+                        each.python.close()
+                    self.websocket.shutdown()
 
         core = client.CoreV1Api(client.ApiClient(self.client.configuration))  # of its own: `stream` changes it
-        return stream.portforward(core.connect_get_namespaced_pod_portforward, pod, self.namespace, ports=str(port))
+        made = stream.stream(
+            core.connect_get_namespaced_pod_portforward, pod, self.namespace, ports=str(port), _preload_content=False
+        )
+        return Forward(made.sock, [port])  # type: ignore[no-untyped-call]
 
     def execute(self, pod: str, container: str, command: Sequence[str], *, stdin: bool, is_tty: bool) -> Any:
         """Start a command in a container. Return the connection, websocket-client's WebSocket."""

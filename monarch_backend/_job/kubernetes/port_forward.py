@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import struct
 import threading
 from typing import ClassVar
 
@@ -18,7 +19,8 @@ _CHUNK = 1 << 16
 class PortForward:
     """Listener on this machine's loopback interface for one port of a pod.
 
-    Each connection has a WebSocket of its own, so after a loss the next connection works again.
+    Each connection has a WebSocket of its own, so after a loss the next connection works again. A lost WebSocket resets
+    its connection, which both sides then resume over a new one. An orderly end would mean that the host has ended.
     """
 
     _open: ClassVar[dict[tuple[str, str], PortForward]] = {}
@@ -62,10 +64,14 @@ class PortForward:
             forwarded = self._api.port_forward(self._pod, self._port)
             there = forwarded.socket(self._port)
             there.setblocking(True)
-            back = threading.Thread(target=_copy, args=(there, connection), name="monarch-forwarded-back", daemon=True)
+            back = threading.Thread(
+                target=_copy_back, args=(there, connection), name="monarch-forwarded-back", daemon=True
+            )
             back.start()
             _copy(connection, there)
+            _end(there)
             back.join()
+            there.close()
             if error := forwarded.error(self._port):
                 log.warning("port-forward to pod %s: %s", self._pod, error)
         except Exception as error:
@@ -85,10 +91,20 @@ class PortForward:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copy until one side ends, and end the other one."""
+    """Copy until one side ends."""
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK):
             target.sendall(data)
-    for each in (source, target):
-        with contextlib.suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
+
+
+def _copy_back(there: socket.socket, connection: socket.socket) -> None:
+    """Copy from the pod until one side ends. Then the close of the connection resets it."""
+    _copy(there, connection)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RD)  # the other direction ends, and nothing is sent
+
+
+def _end(there: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        there.shutdown(socket.SHUT_RDWR)
