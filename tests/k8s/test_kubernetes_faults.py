@@ -25,6 +25,9 @@ from tests.support import hosts as namespaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.k8s]
 
+PRIORITY = "urgent"
+"""Name of a PriorityClass."""
+
 
 def record_failures() -> list[MeshFailure]:
     """Return a list that gets the failures of meshes, in place of the program's end."""
@@ -304,6 +307,35 @@ def test_pod_with_notice_works_on_after_its_deletion_until_the_job_ends(place: P
     ending, is_announced, saved, seconds = place.run(see_a_notice, place.kube.server, place.namespace)
     assert ending == "trainers[0]: ending (the pod is being deleted)" and is_announced and saved
     assert seconds < 30  # kill() does not wait for the notice
+
+
+def see_a_preemption(kubeconfig: str, folder: Path) -> list[Any]:
+    gpus: dict[str, Any] = {"image": IMAGE, "resources": {"nvidia.com/gpu": 8}}  # all that the cluster has
+    job = job_of(kubeconfig, folder, "low").add_mesh("trainers", 1, **gpus, grace_period=60, notice=50)
+    urgent = job_of(kubeconfig, folder, "high").add_mesh("trainers", 1, **gpus, priority_class=PRIORITY)
+    with ended(job), ended(urgent):
+        job.apply(READY_S)
+        procs = job.state().trainers.spawn_procs({"gpus": 1})
+        port, received = Channel.open()
+        procs.spawn("saver", Saver, port).initialized.get(30)
+        urgent.apply(READY_S, wait=False)
+        ending = next(each for each in job.watch(timeout=60) if each.state != "up")
+        notice = received.recv().get(30)
+        procs.stop().get(30)
+        job.kill()
+        urgent.apply(READY_S)
+        return [ending.state, notice[2], names_of_hosts(urgent.state().trainers)]
+
+
+def test_preempted_pod_announces_its_end_and_leaves_its_place(place: Place) -> None:
+    classes = "/apis/scheduling.k8s.io/v1/priorityclasses"
+    place.kube.ask("POST", classes, {"metadata": {"name": PRIORITY}, "value": 1000})
+    try:
+        state, notice, [name] = place.run(see_a_preemption)
+    finally:
+        place.kube.ask("DELETE", f"{classes}/{PRIORITY}")
+    assert (state, notice) == ("ending", "it has received SIGTERM")
+    assert name.startswith("high-")
 
 
 def replace_a_pod_of_a_job(kubeconfig: str, folder: Path, server: str, namespace: str) -> list[list[str]]:
