@@ -191,10 +191,21 @@ def test_replaced_pod_has_the_reason_of_its_eviction_from_its_event(api: ApiServ
         ("trainers-0 was replaced: up (Evicted: The node was low on resource: memory.)", True),
         ("trainers-1 is up for the scheduler", False),
     ]
-    api.missing = ["/api/v1/namespaces/team/events"]  # such as for a user that cannot list them
+    api.forbidden = ["/api/v1/namespaces/team/events"]
     assert job._why_lost([lost]) == [("trainers-0 was replaced: up", True)]
-    api.missing = []
     remove_pods(api)
+    job.kill()
+
+
+@pytest.mark.parametrize("path", ["/api/v1/namespaces/team/events", "/apis/apps/v1/namespaces/team/statefulsets"])
+def test_missing_pods_without_the_permission_for_their_reason_are_pending(api: ApiServer, path: str) -> None:
+    job = job_of(api, "statefulset")
+    job.apply(wait=False)
+    api.forbidden = [path]
+    state = str(job.status()[0])
+    assert state.startswith("trainers[0]: pending (not created yet, and the reason cannot be read: ")
+    assert path in state
+    api.forbidden = []
     job.kill()
 
 

@@ -1,7 +1,7 @@
 """API server of Kubernetes in memory, over HTTP: it keeps objects, and runs no controllers.
 
 `ApiServer.objects` has all objects by path. A path below one of ``missing`` is unknown to the server, as a CRD that is
-not installed.
+not installed. One below ``forbidden`` is refused, as for a user without the permission.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class ApiServer:
         self.objects: dict[str, Json] = {}
         self.requests: list[tuple[str, str]] = []
         self.missing: list[str] = []
+        self.forbidden: list[str] = []
         self.on_connect: Callable[[http.server.BaseHTTPRequestHandler, str, dict[str, list[str]]], None] | None = None
         self._uids = itertools.count(1)
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -71,6 +72,8 @@ class ApiServer:
         """Return status and content of the answer to a request."""
         if any(path.startswith(each) for each in self.missing):
             return 404, {}
+        if any(path.startswith(each) for each in self.forbidden):
+            return 403, {"message": f"{path} is forbidden"}
         if method == "POST":
             assert body is not None
             where = f"{path}/{body['metadata']['name']}"

@@ -317,11 +317,16 @@ class KubernetesJob(ScheduledJob):
             return f"no pod with labels {self._meshes[mesh]['selector']} and this index", False
         kind, name = self._workload(file, mesh)
         try:
-            found = api.request("GET", api.path_of(kind, name))
+            return self._why_not_created(api, kind, name, mesh)
         except ApiRefusal as refusal:
             if refusal.status == 404:
                 return f"{kind} {name} was deleted", True
+            if refusal.status == 403:
+                return f"not created yet, and the reason cannot be read: {refusal}", False
             raise
+
+    def _why_not_created(self, api: Api, kind: str, name: str, mesh: str) -> tuple[str, bool]:
+        found = api.request("GET", api.path_of(kind, name))
         if found.get("spec", {}).get("suspend"):
             return f"{kind} {name} is suspended, such as by Kueue until there is room", False
         if kind == "JobSet":
