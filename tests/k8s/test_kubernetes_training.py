@@ -18,6 +18,8 @@ from tests.support.undisturbed_training import train_undisturbed
 pytestmark = [pytest.mark.slow, pytest.mark.k8s]
 
 STEPS = 50
+FAULTS = {4: "kill", 8: "oom", 12: "delete", 16: "evict", 20: "cut", 25: "crash", 30: "heal"}
+"""What happens after which step. "heal" is the return of the crashed node."""
 
 
 class Faults:
@@ -29,7 +31,7 @@ class Faults:
         self.crashed = ""
 
     def __call__(self, run: Any, step: int) -> None:
-        fault = {6: "kill", 12: "delete", 18: "cut", 24: "crash", 30: "heal"}.get(step)
+        fault = FAULTS.get(step)
         if fault is not None and fault not in self.done:
             self.done.append(fault)
             getattr(self, fault)(run.job.status())
@@ -39,6 +41,12 @@ class Faults:
 
     def kill(self, statuses: Any) -> None:
         self._kube.tell_kubelet(f"kill {self._pod(statuses, 1)}")
+
+    def oom(self, statuses: Any) -> None:
+        self._kube.tell_kubelet(f"oom {self._pod(statuses, 0)}")
+
+    def evict(self, statuses: Any) -> None:
+        self._kube.tell_kubelet(f"evict {self._pod(statuses, 1)}")
 
     def delete(self, statuses: Any) -> None:
         path = f"/api/v1/namespaces/{self._namespace}/pods/{self._pod(statuses, 2)}"
@@ -79,6 +87,6 @@ def test_training_goes_on_through_faults_and_resizes_with_the_same_losses(place:
             kube.tell_kubelet(f"start {node}")
         kube.until(lambda: len(kube.ready_nodes()) == 3, "the crashed node to return")
     print("\n".join(found["failures"]), [f"{seconds:.1f} s" for seconds in found["recoveries"]])
-    assert found["done"] == ["kill", "delete", "cut", "crash", "heal"] and len(found["recoveries"]) >= 4
+    assert found["done"] == list(FAULTS.values()) and len(found["recoveries"]) >= len(FAULTS) - 1
     expected = kube.run(train_undisturbed, STEPS)
     assert found["losses"] == pytest.approx(expected, rel=1e-3)
