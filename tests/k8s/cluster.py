@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from monarch_backend._job.kubernetes import manifests
+from monarch_backend._job.kubernetes.manifests import JOBSET_VERSION
 from monarch_backend._mesh.runtime_protocol import program
 from tests.k8s.kubelet import Api, ApiError, Json
 from tests.support import hosts as namespaces
@@ -83,6 +85,7 @@ class Cluster:
             f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}",
         )  # fmt: skip
         self.start_api_server()
+        self._define_job_sets()
         for name, port in (("kube-controller-manager", 10257), ("kube-scheduler", 10259)):
             words = [f"--kubeconfig={self.kubeconfig()}", "--bind-address=127.0.0.1", "--port=0"]
             words += [f"--secure-port={port}", f"--cert-dir={self.folder / 'pki'}", "--leader-elect=false"]
@@ -152,6 +155,37 @@ class Cluster:
             "--feature-gates=TTLAfterFinished=true",
         )  # fmt: skip
         self.until(lambda: self.ask("GET", "/api/v1/namespaces/default"), "the API server to answer")
+
+    def _define_job_sets(self) -> None:
+        """Define the kind JobSet, without its controller. The garbage collector knows what exists when it starts."""
+        group, _, version = JOBSET_VERSION.partition("/")
+        schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+        definition = {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {
+                "name": f"jobsets.{group}",
+                "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
+            },
+            "spec": {
+                "group": group,
+                "names": {"kind": "JobSet", "plural": "jobsets"},
+                "scope": "Namespaced",
+                "versions": [{"name": version, "served": True, "storage": True, "schema": schema}],
+            },
+        }
+        self.ask("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
+        self.until(lambda: self.ask("GET", f"/apis/{JOBSET_VERSION}/jobsets"), "JobSets to be served")
+
+    def start_jobs_of_job_set(self, namespace: str) -> None:
+        """Wait for a JobSet in a namespace, and create its Jobs in place of its controller."""
+        sets = f"/apis/{JOBSET_VERSION}/namespaces/{namespace}/jobsets"
+        [found] = self.until(lambda: self.ask("GET", sets)["items"], "a JobSet")
+        for each in found["spec"]["replicatedJobs"]:
+            meta = {"name": f"{found['metadata']['name']}-{each['name']}-0", **each["template"]["metadata"]}
+            job = {"apiVersion": "batch/v1", "kind": "Job", **each["template"], "metadata": meta}
+            owner = {"apiVersion": JOBSET_VERSION, **found}
+            self.ask("POST", f"/apis/batch/v1/namespaces/{namespace}/jobs", manifests.owned(job, [owner]))
 
     def stop_api_server(self) -> None:
         self._end("kube-apiserver")
@@ -242,6 +276,7 @@ class Cluster:
             "api/v1": ("pods", "services", "secrets", "configmaps"),
             "apis/apps/v1": ("statefulsets",),
             "apis/batch/v1": ("jobs",),
+            f"apis/{JOBSET_VERSION}": ("jobsets",),
         }
         for group, names in kinds.items():
             for kind in names:
@@ -288,8 +323,9 @@ class Cluster:
                     pipe.close()
 
     def close(self) -> None:
-        """End all processes of the cluster."""
-        for name in reversed(list(self.processes)):
+        """End all processes of the cluster: the API server after its clients, and before etcd."""
+        last = ("kube-apiserver", "etcd")
+        for name in sorted(self.processes, key=lambda name: last.index(name) if name in last else -1):
             self._end(name)
         self._stack.close()
 

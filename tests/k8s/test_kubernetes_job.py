@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from monarch_backend.cli import main
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, JobError, KubernetesJob
+from tests.hosts.support import UP
 from tests.job.support import Where
 from tests.k8s.cluster import INSIDE, OUTSIDE
 from tests.k8s.conftest import Place
@@ -110,6 +112,26 @@ def test_job_that_cannot_run_raises_the_reason(
     assert [reason for reason in reasons if reason not in text] == []
 
 
+OTHER_VERSION = f"""
+exec python -c 'import monarch_backend; monarch_backend.__version__ = "0.0.7"; {UP}' \
+    up --address 0.0.0.0:26600 --secret-from-stdin < /run/monarch-backend/secret
+"""
+
+
+def attach_other_version(kubeconfig: str, folder: Path) -> str:
+    job = job_of(kubeconfig, folder).add_mesh("trainers", 1, pod_template=template("sh", "-c", OTHER_VERSION))
+    with ended(job):
+        job.apply(READY_S)
+        with pytest.raises(JobError) as refusal:
+            job.state(READY_S)
+    return str(refusal.value)
+
+
+def test_image_with_another_version_is_refused_with_the_difference(place: Place) -> None:
+    text = place.run(attach_other_version)
+    assert "monarch_backend is 0.0.7 there and " in text and "install the same versions on both" in text, text
+
+
 def test_exceeded_quota_is_the_reason_of_missing_pods(place: Place) -> None:
     quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
     path = f"/api/v1/namespaces/{place.namespace}/resourcequotas"
@@ -150,11 +172,34 @@ def test_two_jobs_in_a_namespace_are_independent_and_strangers_are_refused(place
     assert "secret" in refusal
 
 
+# This release of Kubernetes has no indexed Jobs, so the only pod of a mesh has its index from here.
+INDEX = {"batch.kubernetes.io/job-completion-index": "0"}
+
+
+def use_job_set(kubeconfig: str, folder: Path) -> list[list[str]]:
+    job = job_of(kubeconfig, folder, controller="jobset")
+    for mesh in ("trainers", "data_loaders"):
+        job.add_mesh(mesh, 1, image=IMAGE, labels=INDEX, grace_period=2)
+    with ended(job):
+        job.apply(READY_S)
+        state = job.state()
+        return [names_of_hosts(state.trainers), names_of_hosts(state.data_loaders)]
+
+
+def test_pods_of_a_job_set_are_used_and_its_objects_end_with_it(place: Place) -> None:
+    with ThreadPoolExecutor() as pool:
+        program = pool.submit(place.run, use_job_set)
+        place.kube.start_jobs_of_job_set(place.namespace)
+        [trainer], [loader] = program.result()
+    assert "-trainers-0-" in trainer and "-data-loaders-0-" in loader
+    place.kube.until(lambda: place.kube.objects(place.namespace) == [], "all objects of the job to be deleted")
+
+
 DIES = """
 import os, signal, sys
 from monarch_backend.job import KubernetesJob
 job = KubernetesJob(name="tethered", path=sys.argv[1], kubeconfig=sys.argv[2], controller="job", tether=3)
-# This release of Kubernetes has no indexed Jobs, so the only pod has its index from here.
+# The only pod has its index from here, as INDEX says.
 job.add_mesh("trainers", 1, image=sys.argv[3], labels={"batch.kubernetes.io/job-completion-index": "0"})
 job.apply(float(sys.argv[4]))
 job.state().trainers.spawn_procs({"gpus": 1}).initialized.get(60)
