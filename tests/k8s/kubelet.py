@@ -380,9 +380,10 @@ class Kubelet:
         self._write_files(pod)
         namespaces = ["--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         words = [*pod.container.get("command", ()), *pod.container.get("args", ())]
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces]  # it ends also if this process is killed
         with open(pod.folder / "log", "ab") as log:
             pod.process = subprocess.Popen(
-                ["unshare", *namespaces, "sh", "-c", _ENTER, "sh", pod.name, str(pod.folder), *words],
+                [*command, "sh", "-c", _ENTER, "sh", pod.name, str(pod.folder), *words],
                 env=self._variables(pod), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd="/",
                 start_new_session=True,
             )  # fmt: skip
