@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,15 @@ import pytest
 from monarch_backend import actor
 from monarch_backend._job import state_file
 from monarch_backend._job.slurm import records
-from monarch_backend._job.state_file import JobFile
 from monarch_backend.errors import MonarchError
-from monarch_backend.job import HostStatus, Job, JobError, SlurmJob
-from tests.job.support import Saver, Where, in_program, seen_by_ps
+from monarch_backend.job import Job, JobError, SlurmJob
+from tests.job.slurm_support import apply, ended, loses_its_job, on_login_node
+from tests.job.support import Saver, Where, seen_by_ps
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slurm
-
-
-def on_login_node(cluster: SlurmCluster, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
-    """Return the result of ``fn(*args)`` in a program on the login node."""
-
-    def run() -> Any:
-        cluster.where.enter(0)
-        return fn(*args)
-
-    return in_program(run, timeout=timeout)
 
 
 def found(path: Path) -> Any:
@@ -48,13 +37,6 @@ def found(path: Path) -> Any:
         names.append(list(actors.machine.call().get(60).values()))
         variables |= set(actors.variable.call("SLURM_PROCID").get(60).values())
     return names, variables, [str(each) for each in job.status()]
-
-
-def apply(job: SlurmJob) -> JobFile:
-    job.apply(timeout=60)
-    file = state_file.read(job.path)
-    assert file is not None
-    return file
 
 
 def test_second_program_uses_the_hosts_of_two_meshes_and_ends_them(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -96,12 +78,6 @@ def test_wait_in_the_queue_has_slurms_reason(cluster: SlurmCluster, tmp_path: Pa
     cluster.run("scancel", number)
 
 
-def ended(cluster: SlurmCluster, job: Job) -> list[HostStatus]:
-    """Return the states of the hosts, or [] until all are gone. Before, a job can be completing."""
-    states: list[HostStatus] = on_login_node(cluster, job.status)
-    return states if all(each.state == "gone" for each in states) else []
-
-
 def refused(job: SlurmJob) -> str:
     with pytest.raises(JobError) as caught:
         job.apply()
@@ -120,28 +96,6 @@ def test_refused_job_has_slurms_reason(
     error = on_login_node(cluster, refused, job)
     assert "sbatch has failed (1)" in error
     assert reason in error
-
-
-def loses_its_job(cluster: SlurmCluster, job: SlurmJob, action: Callable[[int], Any]) -> Any:
-    """Return what the program sees after ``action`` has ended its job: seconds, the call's error, states, state()."""
-    actor.unhandled_fault_hook = lambda _: None
-    number = apply(job).submitted["job"]
-    actors = job.state().trainers.spawn_procs({"gpus": 1}).spawn("where", Where)
-    actors.machine.call().get(60)
-    waiting = actors.sleep.call(600)
-    began = time.monotonic()
-    action(number)
-    with pytest.raises(MonarchError) as failure:
-        waiting.get(60)
-    seconds = time.monotonic() - began
-    changes = job.watch(interval=0.2, timeout=60)
-    while any(each.state != "gone" for each in job.status()):
-        next(changes)
-    states = [str(each) for each in job.status()]
-    with pytest.raises(JobError) as late:
-        job.state(timeout=5)
-    job.kill()
-    return seconds, str(failure.value), states, str(late.value)
 
 
 def test_scancel_from_outside_is_a_failure_with_its_reason(cluster: SlurmCluster, tmp_path: Path) -> None:

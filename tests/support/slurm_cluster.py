@@ -2,12 +2,15 @@
 
 Host 0 is the login node with slurmctld. Hosts 1 to n are the compute nodes. All have the same files, which stands for
 a shared file system. Needs Linux, root, and Debian's packages slurmctld, slurmd, slurm-client and munge.
+
+Where this machine has control groups of version 1, Slurm uses them: the kernel limits the memory of a job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import signal
@@ -40,15 +43,16 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+{process_plugins}
+FirstJobId={first_job}
 MpiDefault=none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+DefMemPerNode={default_memory_mib}
 SchedulerParameters=bf_interval=1,sched_min_interval=100000
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 ReturnToService=2
 SlurmdTimeout={node_timeout}
@@ -62,7 +66,21 @@ GresTypes=gpu
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1
 PartitionName=urgent Nodes=ALL Default=NO MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=9
+PartitionName=spare Nodes=ALL Default=NO MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1 PreemptMode=CANCEL
+PartitionName=graceful Nodes=ALL Default=NO MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1 \
+PreemptMode=CANCEL GraceTime={grace}
 """
+
+GRACE_S = 20
+"""Seconds from the preemption of a job in the partition "graceful" to its end."""
+
+DEFAULT_MEMORY_MIB = 1900
+"""Memory of a job on each node that asks for none. Two of them have place on a node."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_CONTROLLERS = ("memory", "freezer")
+_WITH_CGROUPS = "ProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup"
+_WITHOUT_CGROUPS = "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none"
 
 CONTROLLER_PAUSE_S = 3
 _CONTROLLER = f"""
@@ -102,7 +120,9 @@ class SlurmCluster:
         ]
         text = _CONFIGURATION.format(
             controller=self.where.name(0), controller_address=self.where.address(0), folder=self.folder,
-            node_timeout=NODE_TIMEOUT_S, nodes="\n".join(lines),
+            node_timeout=NODE_TIMEOUT_S, nodes="\n".join(lines), grace=GRACE_S, default_memory_mib=DEFAULT_MEMORY_MIB,
+            process_plugins=_WITH_CGROUPS if has_cgroups() else _WITHOUT_CGROUPS,
+            first_job=1 + os.getpid() % 10000 * 1000,  # groups of jobs of another cluster have other names
         )  # fmt: skip
         (self.folder / "slurm.conf").write_text(text)
         for number in range(4):
@@ -110,6 +130,7 @@ class SlurmCluster:
         (self.folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={self.folder}/gpu[0-3]\n")
         (self.folder / "cgroup.conf").write_text(
             "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainDevices=no\n"
+            f"ConstrainRAMSpace={'yes' if has_cgroups() else 'no'}\n"
         )
 
     def _start(self, name: str, command: list[str]) -> None:
@@ -193,6 +214,15 @@ class SlurmCluster:
             process.kill()
             process.wait()
             KEPT_PIDS.discard(process.pid)
+        for name, controller in itertools.product(self.nodes, _CONTROLLERS):
+            for group, _, _ in os.walk(_CGROUPS / controller / f"slurm_{name}", topdown=False):
+                with contextlib.suppress(OSError):  # it has processes of another cluster
+                    os.rmdir(group)
+
+
+def has_cgroups() -> bool:
+    """Return whether Slurm can limit memory by control groups of version 1 here."""
+    return all(os.access(_CGROUPS / each / "cgroup.procs", os.W_OK) for each in _CONTROLLERS)
 
 
 @functools.cache
