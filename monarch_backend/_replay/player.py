@@ -10,6 +10,7 @@ import selectors
 import sys
 import time
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit
 from monarch_backend._replay.collectives import set_group
 from monarch_backend._replay.comparison import equal_payload, equal_text, text_of_payload
 from monarch_backend._replay.debugger import ReplayPdb
+from monarch_backend._replay.event_loop import ReadyQueue, SteppedLoop
 from monarch_backend._replay.replay_file import (
     Arrived,
     Ended,
     Expired,
+    Fired,
     Lost,
     Opened,
     ReplayError,
@@ -333,16 +336,19 @@ class _ReplayRunner(_Replay):
 
 
 class _AsyncReplayRunner(_Replay, AsyncActorRunner):
-    """Runner of an actor with an event loop. An `_Order` gives it the records when the loop has nothing to do."""
+    """Runner of an actor with an event loop. An `_Order` gives it each record after the recorded step."""
 
-    _started = 0
     _order: _Order
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._numbers: dict[int, int] = {}  # of messages that have not begun, by identity
 
     def _serve(self) -> None:
         player = self.player
         player.world.is_driven = True
         order = self._order = _Order(player, self)
-        loop = _ReplayLoop(order)
+        loop = order.loop = _ReplayLoop(order)
         self.code.loop = loop
         asyncio.set_event_loop(loop)
         try:
@@ -356,6 +362,7 @@ class _AsyncReplayRunner(_Replay, AsyncActorRunner):
         order.end = asyncio.get_running_loop().create_future()
         main = asyncio.ensure_future(self._main())
         main.add_done_callback(order.set_end)
+        order.loop.ready.steps = 0  # this step was not in the recorded loop
         try:
             await order.end
         finally:
@@ -365,10 +372,23 @@ class _AsyncReplayRunner(_Replay, AsyncActorRunner):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def give(self, number: int, message: Message) -> None:
+        """Let the actor take this message in the next step."""
+        self._numbers[id(message)] = number
+        self.put(message)
+
+    def _wake(self) -> None:
+        if self._there is None:
+            return
+        ready = self._order.loop.ready
+        before = len(ready)
+        self._there.set()
+        if len(ready) > before:  # the runner waits: its step comes next, as when it was recorded
+            ready.rotate(1)
+
     async def _one(self, message: Message) -> None:
         player = self.player
-        self._started += 1
-        scope = Scope(player, self._started)
+        scope = Scope(player, self._numbers.pop(id(message)))
         current.set(scope)  # of this task
         player.announce(scope.message)
         self._methods.clear()
@@ -391,13 +411,18 @@ class _AsyncReplayRunner(_Replay, AsyncActorRunner):
 
 
 class _Order:
-    """Order of an async actor's replay: each record waits until what precedes it has happened."""
+    """Order of an async actor's replay: each record waits until what precedes it has happened, and for its step."""
+
+    loop: _ReplayLoop
 
     def __init__(self, player: Player, runner: _AsyncReplayRunner) -> None:
         self._player, self._runner = player, runner
         self._records = iter(player.script.records)
         self._record: Any = next(self._records)
         self._last_progress = time.monotonic()
+        self._period = 0
+        self._timers = set(player.script.timers)  # whose records are still to come
+        self._made_timers: dict[tuple[int, int], asyncio.TimerHandle] = {}
         self.end: asyncio.Future[None] | None = None
 
     def set_end(self, task: asyncio.Task[None] | None = None) -> None:
@@ -410,20 +435,53 @@ class _Order:
         else:
             self.end.set_exception(error)
 
+    def has_timer(self, name: tuple[int, int]) -> bool:
+        """Return whether a record says when this timer runs."""
+        return name in self._timers
+
+    def add_timer(self, name: tuple[int, int], timer: asyncio.TimerHandle) -> None:
+        self._made_timers[name] = timer
+
+    def _next(self) -> Any:
+        """Return the record to give next."""
+        while self._record is not None and self._has_happened(self._record):
+            self._advance()
+        return self._record
+
+    def give_due(self) -> bool:
+        """Give the records whose step is reached in this busy period. Return whether there were any."""
+        is_any = False
+        while self.end is not None and not self.end.done():
+            position = getattr(self._record, "position", None)
+            if position is not None and position > (self._period, self.loop.ready.steps):
+                break
+            record = self._next()
+            position = getattr(record, "position", None)
+            if position is None or position[0] != self._period or position[1] > self.loop.ready.steps:
+                break
+            if self._is_missing(record):
+                break
+            self._advance()
+            self._give(record)
+            is_any = True
+        return is_any
+
     def idle(self, now: float, timeout: float | None, poll: Callable[[float], Any]) -> tuple[float, Any]:
         """Do the next thing, as the loop has nothing to do. Return the new time and events of sockets."""
         events = poll(0.0)
         if events or self.end is None or self.end.done():
             self._last_progress = time.monotonic()
             return now, events
-        while self._record is not None and self._has_happened(self._record):
-            self._advance()
-        record = self._record
+        if self.give_due():
+            return now, []
+        record = self._next()
         at = getattr(record, "at", None)
-        if at is not None and (timeout is None or at <= now + timeout):
+        if at is not None and (timeout is None or at <= now + timeout) and not self._is_missing(record):
+            self._period, self.loop.ready.steps = getattr(record, "position", (-1, 0))
             self._advance()
             self._give(record)
             return max(now, at), []
+        self._period, self.loop.ready.steps = -1, 0
         if isinstance(record, Ended) and record.is_cancelled and self._runner.cancel_message(record.message):
             self._advance()
             return now, []
@@ -451,6 +509,8 @@ class _Order:
         return any(thread for thread in sys._current_frames() if thread != self._runner.code.thread_id)
 
     def _advance(self) -> None:
+        if isinstance(self._record, Fired):
+            self._timers.discard((self._record.message, self._record.number))
         self._record = next(self._records, None)
         self._last_progress = time.monotonic()
 
@@ -463,11 +523,20 @@ class _Order:
                 return record.message > player.last or record.message == 0 or self._made(record)
             case Ended(message=message):
                 return message > player.last or message in player.finished
+            case Fired(message=message):
+                return message > player.last
             case Arrived() | Expired() | Lost():
-                return False
+                key = record.message, record.place
+                events = player.script.events[key]
+                is_made = player.world.number_at(key) is not None
+                return is_made and not (events and events[0] is record)  # a wait has taken it
             case TimedOut():
                 return True
         return True
+
+    def _is_missing(self, record: Any) -> bool:
+        """Return whether the record is of a timer that the replay has not made."""
+        return isinstance(record, Fired) and (record.message, record.number) not in self._made_timers
 
     def _made(self, record: Sent | Opened | Spawned) -> bool:
         if isinstance(record, Spawned) or (isinstance(record, Sent) and not record.ref):
@@ -477,8 +546,17 @@ class _Order:
     def _give(self, record: Any) -> None:
         player = self._player
         if isinstance(record, Started):
-            if not record.message > player.last:
-                self._runner.put(player.message(record))
+            ended = player.script.messages[record.message].ended
+            if ended is not None and not ended.has_begun:
+                player.finished.add(record.message)
+                player.count += 1
+            elif not record.message > player.last:
+                self._runner.give(record.message, player.message(record))
+            return
+        if isinstance(record, Fired):
+            timer = self._made_timers.pop((record.message, record.number), None)
+            if timer is not None and not timer.cancelled():
+                timer._run()
             return
         events = player.script.events[record.message, record.place]
         number = player.world.number_at((record.message, record.place))
@@ -500,6 +578,18 @@ class _Order:
                     player.world.deviates(f"message {number} ({recorded.endpoint}) does not end now")
 
 
+class _ReplayedReadyQueue(ReadyQueue):
+    """Callbacks that the loop runs next. Before each one, the records are given whose step is reached."""
+
+    def __init__(self, order: _Order) -> None:
+        super().__init__()
+        self._order = order
+
+    def popleft(self) -> asyncio.Handle:
+        self._order.give_due()
+        return super().popleft()
+
+
 class _ReplaySelector(selectors.DefaultSelector):
     """Selector that never sleeps: where the loop would, the next record is given."""
 
@@ -514,12 +604,23 @@ class _ReplaySelector(selectors.DefaultSelector):
         return events
 
 
-class _ReplayLoop(asyncio.SelectorEventLoop):
-    """Event loop with the recorded time."""
+class _ReplayLoop(SteppedLoop):
+    """Event loop with the recorded time and timers."""
 
     def __init__(self, order: _Order) -> None:
         self._replayed = _ReplaySelector(order)
-        super().__init__(self._replayed)
+        super().__init__(self._replayed, _ReplayedReadyQueue(order))
+        self._order = order
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        name = self.next_timer()
+        if not self._order.has_timer(name):
+            return super().call_at(when, callback, *args, context=context)
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._order.add_timer(name, timer)
+        return timer
 
     def time(self) -> float:
         return self._replayed.now

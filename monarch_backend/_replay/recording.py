@@ -5,6 +5,7 @@ A runtime without recording has none of this code on its paths: `install` replac
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -24,17 +25,18 @@ from monarch_backend._actor.actor import build
 from monarch_backend._actor.calls.codec import HOST, pack_failure, read_prefix, text_of
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.port import PortReceiver
-from monarch_backend._actor.execution.async_interruption import call_soon
 from monarch_backend._actor.execution.async_runner import AsyncActorRunner
 from monarch_backend._actor.execution.message_queue import Message, ReplyHandle
 from monarch_backend._actor.execution.runner import ActorRunner
 from monarch_backend._core import env
 from monarch_backend._replay.collectives import recorded_group
+from monarch_backend._replay.event_loop import Position, RecordedLoop
 from monarch_backend._replay.replay_file import (
     SUFFIX,
     Arrived,
     Ended,
     Expired,
+    Fired,
     Header,
     Lost,
     Opened,
@@ -91,8 +93,14 @@ class ActorRecorder:
                 self._name, self._rank, why, self._file.path,
             )  # fmt: skip
 
+    @property
+    def position(self) -> Position:
+        """Position in the event loop, for what another thread does now."""
+        loop = self._runner.code.loop if isinstance(self._runner, AsyncActorRunner) else None
+        return loop.position if isinstance(loop, RecordedLoop) else (0, 0)
+
     def start(self, message: Message) -> Scope:
-        """Record the start of a message."""
+        """Record the start of a message, in the step that begins it."""
         peer, frame, _ = message
         self._messages += 1
         if not self.is_recording:
@@ -100,24 +108,26 @@ class ActorRecorder:
         body, buffers = plain(frame.body, frame.buffers)
         is_main = peer is (self._program.root or self._program.router.me)
         sender = f"main (pid {peer.pid or self._program.pid})" if is_main else str(peer)
+        period, steps = self.position
         record = Started(
             self._messages, self.now(), frame.prefix, frame.rank, frame.ref, peer.token, sender, recorded_group(), body,
-            buffers,
+            buffers, (period, max(steps - 1, 0)),
         )  # fmt: skip
         self.write(record, body, buffers)
         return Scope(self, self._messages)
 
     def end(self, scope: Scope) -> None:
-        self.write(Ended(scope.message, scope.error, scope.is_cancelled))
+        self.write(Ended(scope.message, scope.error, scope.is_cancelled, scope.has_begun))
 
     def arrive(self, handle: Callable[[], None]) -> None:
         """Handle a reply or a port's value: at once, or on the event loop, which thus decides the recorded order."""
         loop = self._runner.code.loop if isinstance(self._runner, AsyncActorRunner) else None
-        if loop is not None:
+        if isinstance(loop, RecordedLoop):
             with self._arriving:
                 if not self._waits and (self.is_recording or self._arrivals):
                     self._arrivals.append(handle)
-                    call_soon(loop, self.handle_arrivals)
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        loop.call_uncounted(self.handle_arrivals)
                     return
         handle()
 
@@ -125,6 +135,11 @@ class ActorRecorder:
         with self._arriving:
             while self._arrivals:
                 self._arrivals.popleft()()
+
+    def note_timer(self, message: int, number: int) -> None:
+        """Record that a timer of the event loop runs."""
+        if self.is_recording:
+            self.write(Fired(message, number, self.now(), self.position))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -269,11 +284,36 @@ class RecordedRunner(_Recorded):
 class RecordedAsyncRunner(_Recorded, AsyncActorRunner):
     """Runner of a recorded actor with an event loop."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._scopes: dict[int, Scope] = {}  # of messages that have not begun, by identity
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        return super()._new_loop() if self._recorder is None else RecordedLoop(self._recorder.note_timer)
+
+    def _call_on_loop(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+        if isinstance(loop, RecordedLoop):
+            loop.call_uncounted(call)
+        else:
+            super()._call_on_loop(loop, call)
+
+    async def _execute_async(self, message: Message) -> None:
+        if self._recorder is None:
+            await super()._execute_async(message)
+            return
+        scope = self._scopes[id(message)] = self._recorder.start(message)
+        try:
+            await super()._execute_async(message)
+        finally:
+            if self._scopes.pop(id(message), None) is not None:  # cancelled before its first step
+                scope.is_cancelled, scope.has_begun = True, False
+                self._recorder.end(scope)
+
     async def _one(self, message: Message) -> None:
         if self._recorder is None:
             await super()._one(message)
             return
-        scope = self._recorder.start(message)
+        scope = self._scopes.pop(id(message))
         current.set(scope)  # of this task
         try:
             await super()._one(message)
@@ -450,7 +490,10 @@ class _Hooks:
         if not recorder.is_recording:
             return
         body, buffers = plain(frame.body, frame.buffers)
-        recorder.write(Arrived(message, place, recorder.now(), frame.rank, frame.prefix, body, buffers), body, buffers)
+        record = Arrived(
+            message, place, recorder.now(), frame.rank, frame.prefix, body, buffers, recorder.position
+        )  # fmt: skip
+        recorder.write(record, body, buffers)
 
     def wait(self, what: Any, seconds: float | None = None) -> bool:
         scope = current.get()

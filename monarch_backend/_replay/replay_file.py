@@ -27,7 +27,7 @@ SUFFIX = ".replay"
 MAX_STEP_BYTES = 4 << 20
 """Largest number of bytes that a writer adds to a folder before it reads the folder's size again."""
 
-_MARK = b"monarch replay 1\n"
+_MARK = b"monarch replay 2\n"
 _HEAD = struct.Struct("<QI")  # bytes of the record, and their CRC-32
 
 
@@ -93,6 +93,7 @@ class Started(Record, tag="started"):
     group: tuple[int, int] | None  # rank and size of torch's default process group
     body: Any
     buffers: list[Any] | None
+    position: tuple[int, int] = (0, 0)  # in the event loop, see event_loop.py
 
 
 class Sent(Record, tag="sent"):
@@ -134,6 +135,16 @@ class Arrived(Record, tag="arrived"):
     status: bytes
     body: Any
     buffers: list[Any] | None
+    position: tuple[int, int] = (0, 0)
+
+
+class Fired(Record, tag="fired"):
+    """A timer of the event loop has run. ``number`` counts those of the message."""
+
+    message: int
+    number: int
+    at: float
+    position: tuple[int, int]
 
 
 class TimedOut(Record, tag="timed out"):
@@ -188,6 +199,7 @@ class Ended(Record, tag="ended"):
     message: int
     error: str
     is_cancelled: bool
+    has_begun: bool = True  # False: it was cancelled before its first step
 
 
 class Closed(Record, tag="closed"):
@@ -198,7 +210,7 @@ class Closed(Record, tag="closed"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_RECORDS = Sent | Opened | Spawned | Arrived | TimedOut | Expired | Lost | Refused | Replied
+_RECORDS = Sent | Opened | Spawned | Arrived | Fired | TimedOut | Expired | Lost | Refused | Replied
 _decoder = msgspec.msgpack.Decoder(Header | Started | _RECORDS | Ended | Closed)
 
 

@@ -14,6 +14,7 @@ from monarch_backend._replay.replay_file import (
     Closed,
     Ended,
     Expired,
+    Fired,
     Header,
     Lost,
     Opened,
@@ -73,6 +74,7 @@ class Script:
         self.messages = {0: RecordedMessage(0)}
         self.effects: dict[Key, Sent | Opened | Spawned] = {}
         self.events: dict[Key, deque[SourceEvent]] = {}
+        self.timers: set[tuple[int, int]] = set()  # message and number of those that have run
         self.closed: Closed | None = None
         for record in self.records:
             self._sort(record)
@@ -91,6 +93,8 @@ class Script:
                 self.messages[record.message].effects += 1
             case Arrived() | TimedOut() | Expired() | Lost() | Refused():
                 self.events.setdefault((record.message, record.place), deque()).append(record)
+            case Fired():
+                self.timers.add((record.message, record.number))
             case Closed():
                 self.closed = record
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -319,6 +320,32 @@ class Interleaved(Actor):
         for number in range(count):
             await asyncio.sleep(0)
             yield number
+
+    @concurrent_endpoint
+    async def races(self, name: str, rounds: int) -> list[str]:
+        """Await both sources at once, each in a task of its own. Note the order of all steps of this actor."""
+
+        async def ask(gpu: int, base: int) -> None:
+            reply = self.source.slice(gpus=gpu).value.call_one(base)
+            if base % 4 == 0:
+                time.sleep(0.002)  # meanwhile the loop is blocked, and handles all replies together afterwards
+            await reply
+            if base % 5 == gpu:
+                await asyncio.sleep(0.0005)
+            for step in range(gpu + 3):
+                self.seen.append(f"{name} {gpu} step {step} of round {base}")
+                await asyncio.sleep(0)
+
+        for base in range(rounds):
+            await asyncio.gather(ask(0, base), ask(1, base))
+        return list(self.seen)
+
+    @concurrent_endpoint
+    async def notes(self, text: str) -> int:
+        self.seen.append(text)
+        await asyncio.sleep(0)
+        self.seen.append(f"end of {text}")
+        return len(self.seen)
 
     @concurrent_endpoint
     async def fails(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import os
 import pty
@@ -11,14 +13,19 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from monarch_backend._actor.execution.async_runner import AsyncActorRunner
 from monarch_backend._actor.runtime import program
 from monarch_backend._replay import replay_file
+from monarch_backend._replay.recording import RecordedAsyncRunner
 from monarch_backend._replay.replay_file import Closed, Ended, Header, ReplayError, ReplayFile, Started
+from monarch_backend._replay.scope import Scope
 from monarch_backend._replay.script import Script
 from monarch_backend.actor import ActorError, ActorMesh, CancelledError, ProcMesh, SupervisionError, this_host
 from monarch_backend.cli import main
@@ -233,9 +240,10 @@ def test_order_of_concurrent_messages_is_replayed(replays: Replays, source: Acto
     with recorded(replays.folder) as procs:
         actor = procs.spawn("actor", Interleaved, source)
         slow = [actor.slow.call_one(name) for name in "ab"]
-        for future in [actor.asks.call_one(base) for base in (10, 20)]:
-            future.get(PATIENCE)  # a reply that arrives while `open` starts may come in another order: see replay.md
+        asked = [actor.asks.call_one(base) for base in (10, 20)]
         actor.open.call_one().get(PATIENCE)
+        for future in asked:
+            future.get(PATIENCE)
         seen = [future.get(PATIENCE) for future in slow]
         sleeping = [actor.sleeps.call_one(f"{seconds}", seconds) for seconds in (0.5, 0.01)]
         assert [future.get(PATIENCE)[-1] for future in sleeping] == ["0.5 slept", "0.01 slept"]
@@ -255,6 +263,50 @@ def test_order_of_concurrent_messages_is_replayed(replays: Replays, source: Acto
     assert done.returncode == 0, done.err
     assert "-> await asyncio.sleep(0)\n" in done.out and '-> raise KeyError("absent")\n' in done.out
     assert "the replay has ended: quit\n" in replays.run("actor", "0", typed=["quit"]).out
+
+
+def test_steps_between_replies_that_arrive_together_are_replayed(replays: Replays, source: ActorMesh) -> None:
+    with recorded(replays.folder) as procs:
+        actor = procs.spawn("actor", Interleaved, source)
+        races = [actor.races.call_one(name, 40) for name in "ab"]
+        counts = []
+        while not all(race.done() for race in races):  # messages start between the replies
+            counts.append(actor.notes.call_one(f"note {len(counts)}").get(PATIENCE))
+        seen = races[0].get(PATIENCE)
+    places = [text.split(" ")[1] for text in seen if text.startswith("a ")]
+    assert sum(before != after for before, after in itertools.pairwise(places)) > 40  # steps of a round alternate
+    replays.is_exact("actor")
+
+
+def test_message_that_was_cancelled_before_its_first_step_is_not_replayed(replays: Replays, tmp_path: Path) -> None:
+    with recorded(replays.folder) as procs:
+        procs.spawn("actor", Interleaved, None).notes.call_one("first").get(PATIENCE)
+    path = replays.path("actor")
+    written = list(replay_file.records(path))
+    written.pop()  # Closed
+    [started] = [record for record in written if isinstance(record, Started)]
+    later = msgspec.structs.replace(started, message=2, at=started.at + 1, position=(started.position[0] + 1, 0))
+    path.unlink()
+    file = ReplayFile(path, 1 << 20, 1 << 30)
+    for record in [*written, later, Ended(2, "", True, False)]:
+        assert file.write(record) is None
+    file.close("it was stopped", is_complete=True)
+    replays.is_exact("actor")
+
+
+def test_end_of_a_message_that_never_began_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancel_task(*_: Any) -> None:
+        """Do nothing: the message's task has not begun."""
+
+    monkeypatch.setattr(AsyncActorRunner, "_execute_async", cancel_task)
+    runner, ended = object.__new__(RecordedAsyncRunner), list[Scope]()
+    runner._scopes = {}
+    recorder: Any = SimpleNamespace(start=lambda _: Scope(None, 1), end=ended.append)
+    runner._recorder = recorder
+    message: Any = ()
+    asyncio.run(runner._execute_async(message))
+    assert [(scope.is_cancelled, scope.has_begun) for scope in ended] == [(True, False)]
+    assert runner._scopes == {}
 
 
 def test_deviation_names_the_message_and_both_results(replays: Replays) -> None:

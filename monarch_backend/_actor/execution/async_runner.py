@@ -60,9 +60,13 @@ class AsyncActorRunner(ActorRunner):
             return
         self._scheduled = True
         try:
-            loop.call_soon_threadsafe(self._look)
+            self._call_on_loop(loop, self._look)
         except RuntimeError:  # the loop is closed
             return
+
+    def _call_on_loop(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+        """Call a function on the loop. Raises RuntimeError if the loop is closed."""
+        loop.call_soon_threadsafe(call)
 
     def _look(self) -> None:
         self._scheduled = False
@@ -86,8 +90,11 @@ class AsyncActorRunner(ActorRunner):
 
     # ---- construction and messages
 
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        return new_event_loop()
+
     def _serve(self) -> None:
-        self.code.loop = loop = new_event_loop()
+        self.code.loop = loop = self._new_loop()
         asyncio.set_event_loop(loop)
         try:
             loop.run_until_complete(self._main())
