@@ -42,24 +42,23 @@ def rank(process: Process) -> Rank:
 def in_flight(recording: Recording) -> Collectives:
     """Return the collectives that ranks are in, each once, with the ranks of the same group that are not in it.
 
-    Groups with one name in several programs are several groups, except that each rank of torchrun is a program itself.
+    Groups of the same name, such as the default ones of two programs, are told apart by their identities.
     """
-    members = defaultdict[tuple[ProcessKey, str], dict[ProcessKey, str]](dict)  # labels by process
-    inside = defaultdict[tuple[ProcessKey, str, str, int], list[tuple[ProcessKey, float, int]]](list)
+    members = defaultdict[int, dict[ProcessKey, str]](dict)  # labels by process
+    inside = defaultdict[tuple[int, str, str, int], list[tuple[ProcessKey, float, int]]](list)
     for process in recording.processes:
         if not is_alive(process):
             continue
-        program = process.program.key if process.process.parent else ("", 0)
         own = process.host, process.pid
         for each in process.recorded.activities:
             if each.kind == Kind.COLLECTIVE:
-                members[program, each.name][own] = process.label
+                members[each.trace][own] = process.label
                 if each.state != State.IDLE:
                     seconds = max(0, recording.now_ns - each.since_ns) / 1e9
-                    inside[program, each.name, each.detail, each.reference].append((own, seconds, each.value))
+                    inside[each.trace, each.name, each.detail, each.reference].append((own, seconds, each.value))
     found = []
-    for (program, group, operation, number), entered in inside.items():
-        labels = members[program, group]
+    for (identity, group, operation, number), entered in inside.items():
+        labels = members[identity]
         present = {own for own, _, _ in entered}
         missing = labels.keys() - present
         found.append(

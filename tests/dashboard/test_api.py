@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from monarch_backend._telemetry import program_recording
 from monarch_backend._telemetry.programs import programs
 from monarch_backend._telemetry.subject import ThisMachine
 from tests.dashboard.conftest import BASE, TOKEN
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool, run_ranks
 from tests.support.waiting import wait_until
 
 Program = subprocess.Popen[str]
@@ -257,7 +258,8 @@ def _parent(pid: int) -> int:
         return int(file.read().rpartition(")")[2].split()[1])
 
 
-def test_collective_in_flight_names_ranks_that_are_missing() -> None:
+def test_collective_in_flight_names_ranks_that_are_missing(pool: Callable[[int], RankPool]) -> None:
+    pool(3)  # ranks whose default group has the same name
     run_ranks(_is_late, 2)
 
 
