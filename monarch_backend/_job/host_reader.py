@@ -13,6 +13,7 @@ from monarch_backend._actor.actor import Actor, endpoint
 from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry import (
     gpu_memory,
+    jobs,
     late_ranks,
     process_signals,
     profile_result,
@@ -42,7 +43,7 @@ Refusal = tuple[str, str]
 
 def places(pids: list[int]) -> list[str]:
     """Return where processes of this machine are in their programs, as `whereabouts.place_of` does."""
-    process_of = {each.pid: each for each in whereabouts.processes().values()}
+    process_of = {process.pid: process for job in jobs.running().values() for process in job}
 
     def place(pid: int) -> str:
         process = process_of.get(pid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -187,12 +186,11 @@ def _of_group(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late
         return
     first = min(entered, key=lambda each: (each.reference, each.since_ns))
     waiting = [each for each in entered if each.reference == first.reference]
-    seconds = (time.monotonic_ns() - min(each.since_ns for each in waiting)) / 1e9
-    if seconds < MIN_WAIT_S:
-        return
+    since_ns = min(each.since_ns for each in waiting)
     ranks = tuple(sorted(each.rank for each in waiting))
     for process, activity in members:
-        if activity.state != State.RUNNING and activity.count < first.reference:
+        seconds = (process.read_ns - since_ns) / 1e9  # hosts are not read at the same time
+        if seconds >= MIN_WAIT_S and activity.state != State.RUNNING and activity.count < first.reference:
             yield _Late(process, activity.rank, first, seconds, ranks)
 
 

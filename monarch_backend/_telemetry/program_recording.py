@@ -131,6 +131,7 @@ class Recording:
             recorded = process.recorded
             recorded.ahead_ns = ahead_ns
             recorded.started_ns -= ahead_ns
+            recorded.read_ns -= ahead_ns
             recorded.activities = [replace(each, since_ns=each.since_ns - ahead_ns) for each in recorded.activities]
             recorded.events = [each._replace(end_ns=each.end_ns - ahead_ns) for each in recorded.events]
             process._events_of_kind = None

@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -108,7 +109,8 @@ class RecordedProcess:
     All times are on the clock of this machine. That of the process's host is ahead by ``ahead_ns``.
 
     ``kept`` is the number of events that the ring had, wanted or not, and ``lost`` of those that it has overwritten,
-    both from the first one that was asked for. ``exit_code`` is None where it is unknown.
+    both from the first one that was asked for. ``exit_code`` is None where it is unknown. ``read_ns`` is when it was
+    read.
     """
 
     index: int
@@ -124,6 +126,7 @@ class RecordedProcess:
     lost: int = 0
     names: list[str] = field(default_factory=list)
     ahead_ns: int = 0
+    read_ns: int = field(default_factory=time.monotonic_ns)
 
     @property
     def key(self) -> tuple[int, int]:

@@ -10,9 +10,9 @@ _shm/shm_backend.py uses the memory of one host, _hierarchical/hierarchical_back
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -108,6 +108,7 @@ def connect_ranks(
             host = this_process().host
             me |= {"kernel": _native.boot_id(), "ipc": _native.ipc_namespace(), "token": host.token}
             me["nics"] = eligibility.least()
+            me["identity"] = secrets.randbits(64)
         except OSError as error:
             me["refusal"] = f"no shared memory: {error}"
     everyone = table.exchange("shm", me)
@@ -237,7 +238,7 @@ def _share(
     others = [peers.get(r) for r in here]
     native = _native.ShmGroup(host, here.index(rank), others, [control_blocks[r] for r in here], read_from(), label)
     recorder.start_rank(os.environ.get("RANK", str(rank)))
-    identity = _identity(everyone[0]["token"], control_blocks[0])
+    identity = everyone[0]["identity"]  # of the group
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
         memory.record_as(name, identity)
@@ -245,11 +246,6 @@ def _share(
     hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, rdma_p2p, table.store)
     hierarchy.record_as(name, identity)
     return BootstrapResult(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}", here)
-
-
-def _identity(token: str, control_block: int) -> int:
-    """Return 64 bits for a group, from its first rank's process and the place of that rank's control block."""
-    return int.from_bytes(hashlib.blake2b(f"{token} {control_block}".encode(), digest_size=8).digest(), "little")
 
 
 def _in_words(hosts: list[list[int]]) -> str:

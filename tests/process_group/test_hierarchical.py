@@ -28,8 +28,8 @@ from monarch_backend import GroupClosedError
 from monarch_backend._telemetry import late_ranks
 from monarch_backend.process_group import _bootstrap
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
-from monarch_backend.process_group._hierarchical import hierarchical_backend, inter_host
-from monarch_backend.process_group._hierarchical.inter_host import InterHostComm
+from monarch_backend.process_group._hierarchical import hierarchical_backend, line_requests
+from monarch_backend.process_group._hierarchical.line_requests import LineRequests
 from tests.ecosystem.support import batch, mlp, train_step
 from tests.process_group import reference
 from tests.process_group.test_collectives import COLLECTIVES, _run_cells
@@ -321,9 +321,9 @@ def _load(store: dist.Store) -> None:
 
 
 def _is_placed(rank: int, late: int) -> None:
-    ask = InterHostComm.ask
-    inter_host._PLACE_TIMEOUT_S, late_ranks.PLACE_TIMEOUT_S = 60.0, 30.0  # a busy machine
-    InterHostComm.ask = lambda self, rank, _: ask(self, rank, 60.0)  # type: ignore[method-assign]
+    ask = LineRequests.ask
+    line_requests.ANSWER_TIMEOUT_S, late_ranks.PLACE_TIMEOUT_S = 60.0, 30.0  # a busy machine
+    LineRequests.ask = lambda *args: ask(*args[:-1], 60.0)  # type: ignore[method-assign, misc]
     group = dist.new_group([0, 1, 2, 3], timeout=datetime.timedelta(seconds=1.5))
     store = dist.group.WORLD.get_group_store().clone()
     dist.barrier(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import io
 import json
@@ -202,6 +203,33 @@ def test_late_rank_is_found_by_the_ranks_of_another_host() -> None:
     assert of_a.late == [] and of_b.late[0]["text"].startswith("all_reduce #5 of group 0: rank 1 (gpus 0, pid 7) has")
     late_ranks.add_of_hosts(recording, places)  # its place is known
     assert len(asked) == 1 and len(of_b.late) == 1
+
+
+def test_rank_that_was_read_before_the_others_waited_is_not_late() -> None:
+    """Hosts are read one after the other, and one of them may take seconds."""
+    now = time.monotonic_ns()
+    cell = _cell(0, 5, entered=True)
+    waiting = RecordedProcess(0, 7, "gpus 0", SlotState.ALIVE, 0, None, 1, [dataclasses.replace(cell, since_ns=now)])
+    idle = RecordedProcess(0, 8, "gpus 1", SlotState.ALIVE, 0, None, 2, [_cell(1, 4, entered=False)])
+    waiting.read_ns, idle.read_ns = now + 5 * 10**9, now + 10**8
+    assert late_ranks.of_job([waiting, idle]) == []
+    idle.read_ns = now + 2 * 10**9
+    assert [each.rank for each in late_ranks.of_job([waiting, idle])] == [1]
+
+
+def _makes_a_group_again(_rank: int) -> None:
+    first = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(2), group=first)
+    dist.destroy_process_group(first)
+    second = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(2), group=second)
+    [own] = [each for job in late_ranks.jobs.running().values() for each in job if each.pid == os.getpid()]
+    groups = [(each.name, each.trace) for each in own.activities if each.kind == Kind.COLLECTIVE and each.count]
+    assert len({trace for _, trace in groups}) == len(groups) >= 2 and 0 not in dict(groups).values(), groups
+
+
+def test_group_that_is_made_again_has_another_identity() -> None:
+    run_ranks(_makes_a_group_again, 2)
 
 
 def test_rank_of_another_process_has_no_place() -> None:

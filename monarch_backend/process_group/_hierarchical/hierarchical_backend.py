@@ -29,6 +29,7 @@ import contextlib
 import ctypes
 import re
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,14 +54,15 @@ from monarch_backend.process_group._collective_specs import (
     REDUCE_SCATTER,
     SCATTER,
 )
+from monarch_backend.process_group._hierarchical import line_requests
 from monarch_backend.process_group._hierarchical.inter_host import (
     Cause,
     CollectiveCall,
     GroupFailure,
     InterHostComm,
-    Place,
     Posted,
 )
+from monarch_backend.process_group._hierarchical.line_requests import Line
 from monarch_backend.process_group._hierarchical.reduction import combine, op_on_host
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm import shm_backend
@@ -102,7 +104,7 @@ class Hierarchy(SharedMemory):
         super().__init__(self._turns, None, members, rank, timeout)
         self._memory = memory
         self._hosts = [tuple(host) for host in hosts]
-        self._between = InterHostComm(gloo, rdma_p2p, store, rank, self._hosts, self._break, self._late_here)
+        self._between = InterHostComm(gloo, rdma_p2p, store, rank, self._hosts, self._break)
         self._host = next(h for h, host in enumerate(self._hosts) if rank in host)
         self._here = self._hosts[self._host]
         self._place = self._here.index(rank)
@@ -113,6 +115,10 @@ class Hierarchy(SharedMemory):
         self._said = torch.zeros(len(self._here) + 1, _HEADER, dtype=torch.uint8, device="cpu")
         self._scratch: dict[int, Tensor] = {}
         self._cell = 0  # in recordings
+        self._release_cell: Callable[[], object] = lambda: None
+        self._is_under_way = False
+        self._late_line: str | None = None  # None: not looked for
+        self._store = store
         self._cause: Cause | None = None
         self._reason = ""  # why this rank leaves
         self._breaking = threading.Lock()
@@ -122,6 +128,9 @@ class Hierarchy(SharedMemory):
         """Record operations as those of the whole group: the core does not record their stages on this host."""
         self._identity = identity
         self._cell = recorder.take_cell(Kind.COLLECTIVE, name, self._rank, identity)
+        self._release_cell = release = weakref.finalize(self, recorder.release_cell, self._cell)
+        release.atexit = False
+        line_requests.requests.add(identity, self, self._store, self._members[self._rank])
 
     # Life of an operation --------------------------------------------------------------------------------------
 
@@ -168,7 +177,9 @@ class Hierarchy(SharedMemory):
                 self._agree(call)
                 _ALGORITHMS[call.what](self, call)
         except GroupFailure as failure:
-            raise self._break(failure) from None
+            broken = self._break(failure)
+            self._find_line()
+            raise broken from None
         except BaseException as error:  # a bug, no memory, an interrupt: the other ranks must not wait for this one
             self._break(GroupFailure("dead", self._rank, f"failed in {call.text}: {error!r}", is_cause=True))
             raise
@@ -179,11 +190,12 @@ class Hierarchy(SharedMemory):
         operation = recorder.name_number(OPERATIONS[call.what].name)
         size = max((each.nbytes for each in (*call.ins[:1], *call.outs[:1])), default=0)
         recorder.begin_activity(self._cell, State.RUNNING, operation, call.number, 0, size, self._identity)
-        status = Status.ERROR
+        status, self._is_under_way = Status.ERROR, True
         try:
             yield
             status = Status.OK
         finally:
+            self._is_under_way = False
             recorder.end_activity(self._cell, status)
 
     def error(self, failure: Any) -> Exception:
@@ -191,30 +203,41 @@ class Hierarchy(SharedMemory):
             return super().error(failure.cause)
         return failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
 
-    def _place_of(self, rank: int) -> str:
-        """Return the text of `SharedMemory`, also for a rank of another host: its host is asked for its late ranks."""
-        if rank == self._rank:
-            return ""
+    def _line_of(self, _rank: int) -> str:
+        return self._late_line or ""
+
+    def _find_line(self) -> None:
+        """Find the line of the late rank once for all errors of the group. A rank of another host is asked for it."""
+        kind, rank, text = self._cause or ("", -1, "")
+        if self._late_line is not None or kind != "late" or rank in (-1, self._rank) or not text.startswith("did not "):
+            return
+        self._late_line = ""
         if rank in self._here:
-            return super()._place_of(rank)
-        late = self._between.ask(rank, max(1.0, self._timeout().total_seconds()))
-        return "".join(
-            f"; it is {place}" if each == rank else f"; rank {each} ({self._members[each]}) has not: it is {place}"
-            for each, place in late
-        )
+            self._late_line = super()._line_of(rank)
+            return
+        if not self._between.has_recorded_cause:  # the store would not answer this request either
+            return
+        limit = max(1.0, self._timeout().total_seconds())
+        for each, line in line_requests.requests.ask(self._members[rank], self._identity, limit):
+            who = "it" if each == rank else f"rank {each} ({self._members[each]}) has not: it"
+            self._late_line += f"; {who} is {line}"
 
-    def _late_here(self, is_in_operation: bool) -> list[Place]:
-        """Return the late ranks of this host, and where they are.
+    def late_lines(self) -> list[Line]:
+        """Return the late ranks of this host, and their lines.
 
-        It is this one, unless it is in the operation itself, or has already failed there.
+        It is this one, unless it is in the operation itself, or has failed there. Called on another thread.
         """
         from monarch_backend._telemetry import late_ranks
 
-        if is_in_operation:
+        if self._is_under_way:
             return [(each.rank, each.place) for each in late_ranks.of_group(self._identity) if each.rank in self._here]
-        kind, rank, _ = self._cause or ("late", self._rank, "")
-        place = self._place_here(rank) if kind == "late" and rank in self._here else None
-        return [(rank, place)] if place else []
+        kind, rank, _ = self._cause or ("", -1, "")
+        if kind == "":
+            rank = self._rank
+        elif kind != "late" or rank == self._rank or rank not in self._here:
+            return []
+        line = self._line_here(rank)
+        return [(rank, line)] if line else []
 
     def _break(self, failure: GroupFailure) -> GroupFailure:
         """End the group for all ranks, and return the cause that all of them raise."""
@@ -267,8 +290,9 @@ class Hierarchy(SharedMemory):
                 elif self._reason:  # the links stay open, because others may still read what this rank sent
                     self._leave(f"{begin}closed the group")
                 self._cause = ("closed", self._rank, "closed the group")
-        recorder.release_cell(self._cell)
+        line_requests.requests.remove(self._identity)
         self._cell = 0
+        self._release_cell()
         self._memory.close()
         self._between.close()
         self._turns.stop()

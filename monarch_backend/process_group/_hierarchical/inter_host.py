@@ -3,8 +3,6 @@
 Every rank that fails closes its links. Ranks that wait for it then fail at once, and so on from host to host. All ranks
 raise the first cause. The rank that detected it has written it to the group's store.
 
-A rank that others waited for in vain is asked through the store where it is in its program. A thread answers.
-
 hierarchical_backend.py decides what is sent, and what happens inside a host.
 """
 
@@ -34,12 +32,9 @@ from monarch_backend.process_group._rdma.p2p_protocol import FIRST_STAGE_TAG
 
 Mail = Sequence[tuple[int, Tensor]]  # (rank, tensor) pairs to send or to receive
 Posted = list[tuple[Callable[[timedelta], object], int]]  # the waits, and the other ranks
-Place = tuple[int, str]  # a late rank, and "at train.py:33 in load"
 Cause = tuple[str, int, str]  # kind of failure, failed rank or -1, text; as in the compiled core
 
 _CAUSE_TIMEOUT_S = 0.1  # ranks that see effects of a failure let the rank that detected it publish it first
-_PLACE_TIMEOUT_S = 5.0  # seconds for a late rank to answer where it is
-_IDLE_LOOKS = 4  # a rank without an operation looks every fourth second for that question, and twice at first
 _STORE_TIMEOUT_S = 1.0  # seconds for the store to answer; it may be on a host that can't be reached any more
 
 
@@ -87,9 +82,8 @@ class CollectiveCall:
 class InterHostComm:
     """Links of ``rank`` to ranks of other hosts, and the group's record of the first failure.
 
-    ``fail`` is called from another thread, if the group turns out to have failed during a long operation.
-    ``places(is_in_operation)`` returns the late ranks of this host: this one, or those for which it waits itself.
-    ``rdma_p2p`` carries large messages where there are NICs.
+    ``fail`` is called from another thread, if the group turns out to have failed during a long operation. ``rdma_p2p``
+    carries large messages where there are NICs.
     """
 
     def __init__(
@@ -100,17 +94,15 @@ class InterHostComm:
         rank: int,
         hosts: Sequence[Sequence[int]],
         fail: Callable[[GroupFailure], object],
-        places: Callable[[bool], list[Place]],
     ) -> None:
         self._gloo, self._rdma_p2p, self._rank, self._hosts = gloo, rdma_p2p, rank, hosts
         self._store = _c10d_internals.own_connection(store)
-        self._fail, self._places = weakref.WeakMethod(fail), weakref.WeakMethod(places)  # the group owns this object
+        self._fail = weakref.WeakMethod(fail)  # the group owns this object
         self.links = _gloo_links.GlooLinks(gloo)
         self._closed = False
+        self.has_recorded_cause = False  # the store has answered
         self._under_way: tuple[CollectiveCall, float] | None = None
         self._announced = 0
-        self._idle_looks = 0
-        self._has_answered = False
         _watch.add(self)
 
     # Messages --------------------------------------------------------------------------------------------------
@@ -180,6 +172,7 @@ class InterHostComm:
                     with contextlib.suppress(Exception):
                         self._store.wait(["cause"], timedelta(seconds=_CAUSE_TIMEOUT_S))
                 kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(failure.cause)))
+                self.has_recorded_cause = True
                 return str(kind), int(rank), str(text)
             return failure.cause
 
@@ -207,43 +200,14 @@ class InterHostComm:
         under_way, fail = self._under_way, self._fail()
         if self._closed or fail is None:
             return False
-        self._idle_looks = self._idle_looks + 1 if under_way is None else 0
+        if under_way is None or time.monotonic() - under_way[1] < patience:
+            return True
+        call = under_way[0]
         with contextlib.suppress(RuntimeError):
-            if under_way is None:
-                if self._idle_looks <= 2 or self._idle_looks % _IDLE_LOOKS == 0:
-                    self._answer(is_in_operation=False)
-            elif time.monotonic() - under_way[1] >= patience:
-                self._answer(is_in_operation=True)
-                failure = self._others(under_way[0])
-                if failure is not None and self._under_way is under_way:
-                    fail(failure)
+            failure = self._others(call)
+            if failure is not None and self._under_way is under_way:
+                fail(failure)
         return True
-
-    # Places of late ranks ----------------------------------------------------------------------------------------
-
-    def ask(self, rank: int, timeout: float) -> list[Place]:
-        """Return the late ranks on the host of a rank, and where they are. [] without an answer.
-
-        It takes ``timeout`` seconds at most, and `_PLACE_TIMEOUT_S`. All ranks of the group may ask, and get the same.
-        """
-        seconds = min(timeout, _PLACE_TIMEOUT_S)
-
-        def ask() -> list[Place]:
-            self._store.set(f"asked/{rank}", "1")
-            self._store.wait([f"places/{rank}"], timedelta(seconds=seconds))
-            return [(int(late), str(place)) for late, place in json.loads(self._store.get(f"places/{rank}"))]
-
-        with contextlib.suppress(Exception):  # no answer, or the store is gone with its host
-            return within(seconds + _STORE_TIMEOUT_S, ask, thread_name="monarch_places")
-        return []
-
-    def _answer(self, *, is_in_operation: bool) -> None:
-        """Answer the question of other ranks for which of them this host is late, and where. A group has one answer."""
-        places = self._places()
-        if self._has_answered or places is None or not self._store.check([f"asked/{self._rank}"]):
-            return
-        self._store.set(f"places/{self._rank}", json.dumps(places(is_in_operation)))
-        self._has_answered = True
 
     def _others(self, call: CollectiveCall) -> GroupFailure | None:
         if self._announced != call.number:

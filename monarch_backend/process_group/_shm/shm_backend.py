@@ -342,17 +342,17 @@ class SharedMemory:
     def error(self, failure: tuple[str, int, str]) -> Exception:
         kind, rank, text = failure
         if kind == "late" and rank >= 0 and text.startswith("did not ") and not self.failed:
-            failure = kind, rank, text + self._place_of(rank)
+            failure = kind, rank, text + self._line_of(rank)
         error = explained(failure, self._members, self._rank, self.closed_why)
         self.failed |= isinstance(error, (RankFailedError, CollectiveTimeoutError))
         return error
 
-    def _place_of(self, rank: int) -> str:
+    def _line_of(self, rank: int) -> str:
         """Return "; it is at train.py:33 in load", or nothing for a rank of another host or without a recording."""
-        place = self._place_here(rank)
-        return f"; it is {place}" if place else ""
+        line = self._line_here(rank)
+        return f"; it is {line}" if line else ""
 
-    def _place_here(self, rank: int) -> str | None:
+    def _line_here(self, rank: int) -> str | None:
         found = re.search(r"pid (\d+)$", self._members[rank])
         if found is None or not platform.HAS_MEMFD:
             return None
