@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,16 +65,16 @@ class Busy(Actor):
             self.seen.append("wait ends")
 
     @endpoint
-    def wait_beside(self, begun: Port[Any], gate: ActorMesh) -> None:
-        """Wait in a nested ``get`` on another thread, which has the actor's context."""
+    def wait_beside(self, begun: Port[Any], gate: ActorMesh, limit: float | None, end: Port[str]) -> None:
+        """Wait in a nested ``get`` on another thread, which has the actor's context. Send its error to ``end``."""
         future, runner = gate.wait.call_one(), runner_of_context.get()
         assert runner is not None
 
         def wait() -> None:
             try:
-                future.get()
+                future.get(limit)
             except BaseException as error:
-                self.seen.append(f"{type(error).__name__}: {error}")
+                end.send(f"{type(error).__name__}: {error}")
 
         thread = threading.Thread(target=contextvars.copy_context().run, args=(wait,))
         thread.start()
@@ -264,14 +265,29 @@ def test_cancel_of_a_call_that_waits_for_another_ends_both(one: ActorMesh, gate:
     assert seen(one) == ["wait begins", "wait ends"]
 
 
-def test_cancel_ends_a_wait_of_another_thread_with_the_context(procs: ProcMesh, gate: ActorMesh) -> None:
+@pytest.mark.parametrize("limit", [None, PATIENCE])
+def test_wait_of_another_thread_names_the_cancellation_that_ends_it(
+    procs: ProcMesh, gate: ActorMesh, limit: float | None
+) -> None:
     one = procs.slice(gpus=0).spawn("beside", Busy)
-    future = begin(one.wait_beside.call_one, gate)
-    assert future.cancel()
-    is_cancelled(future)
-    [text] = seen(one)
-    assert text.startswith("CancelledError: the message that the actor runs was cancelled"), text
+    end, ends = Channel.open()
+    future = begin(one.wait_beside.call_one, gate, limit, end)
+    assert future.cancel("no longer wanted")
+    is_cancelled(future, "no longer wanted")
+    text = ends.recv().get(PATIENCE)
+    why = "the message that the actor runs was cancelled (no longer wanted), and this wait ends with it"
+    assert text == f"CancelledError: {why}"
     one.stop().get(PATIENCE)
+
+
+def test_wait_of_another_thread_names_the_end_of_its_actor(procs: ProcMesh, gate: ActorMesh) -> None:
+    one = procs.slice(gpus=0).spawn("beside", Busy)
+    end, ends = Channel.open()
+    future = begin(one.wait_beside.call_one, gate, PATIENCE, end)
+    one.stop("enough", timeout=0.1).get(PATIENCE)
+    text = ends.recv().get(PATIENCE)
+    assert re.fullmatch(r"CancelledError: the actor was ended \(enough.*\), and this wait ends with it", text)
+    future.exception(PATIENCE)  # none if the endpoint returned before it was interrupted
 
 
 def test_cancel_propagates_along_awaited_calls(procs: ProcMesh, gate: ActorMesh) -> None:

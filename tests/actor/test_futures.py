@@ -73,14 +73,6 @@ class ExpectedError(Exception):
 # ---- completed and pending futures
 
 
-def test_wait_without_limit_that_ends_early_was_cancelled() -> None:
-    future: Future[Any] = Future(lambda _what, _seconds: False)
-    with pytest.raises(CancelledError, match="the message that the actor runs was cancelled"):
-        future.get()
-    with pytest.raises(TimeoutError, match="no answer within 1 s"):
-        future.get(1)
-
-
 def test_value_can_be_read_repeatedly() -> None:
     future = fresh()
     assert not future.done()

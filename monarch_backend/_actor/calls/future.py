@@ -85,7 +85,8 @@ class Future(Generic[T]):
         """Wait for the value, at most ``timeout`` seconds, and return it. None waits without limit.
 
         Raises the error of the call. Raises TimeoutError if the value does not arrive in time; the call goes on, and
-        `get` may be called again. Raises CancelledError if the message that the actor runs is cancelled meanwhile.
+        `get` may be called again. Raises CancelledError if the message that the actor runs is cancelled meanwhile, or
+        the actor is ended.
         Raises ValueError for a negative timeout or NaN, and TypeError for a value that is neither a number of seconds
         nor a timedelta.
 
@@ -102,9 +103,8 @@ class Future(Generic[T]):
                     error.add_note(f"The call goes on{text}. Future.cancel() or ProcMesh.cancel() ends it.")
                 raise
             if not is_done and not self.ready:
-                if timeout is None:  # on another thread with the actor's context, as of asyncio.to_thread
-                    raise CancelledError("the message that the actor runs was cancelled, and this wait ends with it")
-                text = f"no answer within {timeout:g} s; the call goes on, see Future.cancel()"
+                limit = "" if timeout is None else f" within {timeout:g} s"  # None: a replay of changed code
+                text = f"no answer{limit}; the call goes on, see Future.cancel()"
                 raise TimeoutError(text + self._late_text(timeout or 0.0))
         return self.result()
 

@@ -14,7 +14,7 @@ from monarch_backend._actor import context
 from monarch_backend._actor.calls import own_waits
 from monarch_backend._actor.calls.pending_calls import asked_of
 from monarch_backend._actor.calls.wait_notice import noticed
-from monarch_backend._actor.errors import DeadlockError
+from monarch_backend._actor.errors import CancelledError, DeadlockError
 from monarch_backend._core import debug_log
 from monarch_backend._telemetry import kinds, recorder
 from monarch_backend._transport.local.event_loop import ProgressLoop
@@ -22,6 +22,7 @@ from monarch_backend._transport.local.frames import Kind
 from monarch_backend._transport.local.peer import Peer
 
 if TYPE_CHECKING:
+    from monarch_backend._actor.execution.interruption import RunningCode
     from monarch_backend._actor.execution.runner import ActorRunner
     from monarch_backend._actor.runtime import Runtime
 
@@ -46,13 +47,16 @@ class Waiting:
             return self._wait(what, seconds)
         self._refuse_to_wait(runner, what, seconds)
         code = runner.code
+        others = None if code.thread_id == threading.get_ident() else _InterruptionOfActor(code)
         code.waiting_for = what
         try:
-            done = self._wait(what, seconds, code.is_pending, runner)
+            done = self._wait(what, seconds, others or code.is_pending, runner)
         finally:
             code.waiting_for = None
         if not done:
             code.raise_here()
+            if others is not None and others.why:
+                raise CancelledError(f"{others.why}, and this wait ends with it")
         return done
 
     def _wait(
@@ -129,6 +133,23 @@ class Waiting:
         if interrupts.noted:
             interrupts.raise_here()
         return done
+
+
+class _InterruptionOfActor:
+    """Condition that ends a wait of another thread than the actor's, which has its context, as of asyncio.to_thread.
+
+    The actor's thread may be interrupted before this thread continues. So ``why`` is kept when it is seen.
+    """
+
+    __slots__ = ("_code", "why")
+
+    def __init__(self, code: RunningCode) -> None:
+        self._code, self.why = code, ""
+
+    def __call__(self) -> bool:
+        if not self.why and self._code.is_pending():
+            self.why = self._code.why_pending()
+        return bool(self.why)
 
 
 @contextlib.contextmanager

@@ -86,6 +86,12 @@ class RunningCode:
         """Return whether the running message was cancelled and not interrupted yet."""
         return self.is_cancelled and not self._is_interrupted
 
+    def why_pending(self) -> str:
+        """Return what ends the running code, for an error."""
+        if self.aborted is not None:
+            return f"the actor was ended ({self.aborted})"
+        return f"the message that the actor runs was cancelled ({self._reason})"
+
     def raise_here(self) -> None:
         """Raise a pending CancelledError, after a wait."""
         with self.lock:
