@@ -56,7 +56,7 @@ MAX_MEMBERS = 64
 """Longest cycle that is found. It bounds the size of a probe."""
 
 RAISE_AFTER_S = 10.0
-"""Seconds after which a member raises without the last message, if another member has ended meanwhile."""
+"""Seconds after which a member raises without the last message, if another host is lost and its end is not known."""
 
 _MAX_NAME = 200
 
@@ -185,12 +185,15 @@ class _CreditWait(_Wait):
 
 
 class _Claim:
-    """Claim on a wait that is to raise, and the calls of former members to drop then."""
+    """Claim on a wait that is to raise, and the calls of former members to drop then.
 
-    __slots__ = ("calls", "wait")
+    ``last_step`` makes this member raise, and then the others, if the last message is lost.
+    """
 
-    def __init__(self, wait: _Wait) -> None:
-        self.wait = wait
+    __slots__ = ("calls", "last_step", "wait")
+
+    def __init__(self, wait: _Wait, last_step: Deadlock) -> None:
+        self.wait, self.last_step = wait, last_step
         self.calls: list[tuple[Peer, int]] = []
 
 
@@ -374,8 +377,8 @@ class DeadlockDetector:
                     self._drop(peer, member.actor, members[place - 1].ref)
                     self._pass_on(Deadlock(DeadlockStep.RAISE, place, 0, place, members))
                 return
-            self._claimed[key] = _Claim(wait)
             own = Deadlock(DeadlockStep.RAISE, place, 0, place, members)
+            self._claimed[key] = _Claim(wait, own)
             self._runtime.progress.later(RAISE_AFTER_S, lambda: self._raise(own) if key in self._claimed else None)
         if place:
             self._drop_later(member, peer, members[place - 1].ref)
@@ -387,10 +390,18 @@ class DeadlockDetector:
         self._runtime.router.tell(self._runtime.router.peer(member.token), message)
 
     def _pass_on(self, message: Deadlock) -> None:
-        """Have the next member raise, unless this message began there."""
-        place = (message.number + 1) % len(message.members)
-        if place != message.ref:
-            self._tell_next(Deadlock(DeadlockStep.RAISE, place, 0, message.ref, message.members))
+        """Have the next member raise whose process has not ended, unless this message began there."""
+        members, place = message.members, message.number
+        while (place := (place + 1) % len(members)) != message.ref:
+            if self._runtime.router.peer(members[place].token).gone is None:
+                self._tell_next(Deadlock(DeadlockStep.RAISE, place, 0, message.ref, members))
+                return
+
+    def on_process_lost(self, peer: Peer) -> None:
+        """Raise in the cycles with a member in a process that has ended: it may not have passed on a message."""
+        for claim in list(self._claimed.values()):
+            if any(member.token == peer.token for member in claim.last_step.members):
+                self._raise(claim.last_step)
 
     def _drop_later(self, member: DeadlockMember, peer: Peer, ref: int) -> None:
         """Drop the former member's call when this member raises: before that, its credit could end another wait."""

@@ -281,6 +281,7 @@ class Runtime:
             failure = self.references.exit_of(peer)
         for call in list(self.pending.values()):
             call.on_gone(peer, failure)
+        self.deadlocks.on_process_lost(peer)
         for part in self.extensions:
             part.on_process_lost(peer)
         for runner in list(self.runners.values()):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._actor import context
+from monarch_backend._actor import context, deadlocks
 from monarch_backend._actor.current_runtime import program
 from monarch_backend._transport.local.tuning import CREDIT_WINDOW
 from monarch_backend.actor import (
@@ -31,7 +31,7 @@ from monarch_backend.actor import (
     this_proc,
 )
 from tests.actor.actors import running
-from tests.actor.support import PATIENCE
+from tests.actor.support import PATIENCE, Faults
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -114,6 +114,27 @@ class Node(Actor):
     @endpoint
     def ask_for_reply_through(self, target: ActorMesh, other: ActorMesh, me: ActorMesh) -> str:
         return str(target.reply_through.call_one(other, me).get())
+
+    @endpoint
+    def die_at_claim(self, passes_on: bool) -> None:
+        """Kill the process when it has claimed its wait in a cycle, before or after it passes the message on."""
+        detector = program().deadlocks
+        claim = detector._claim
+
+        def die(*args: Any) -> None:
+            if not passes_on:
+                detector._tell_next = lambda _: None  # type: ignore[method-assign]
+            claim(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        detector._claim = die  # type: ignore[method-assign]
+
+    @endpoint
+    def wait_for_last_step(self, probes: bool) -> None:
+        """Raise only at the last message about a cycle, and find no cycle without ``probes``."""
+        deadlocks.RAISE_AFTER_S = 10 * PATIENCE
+        if not probes:
+            deadlocks.FIRST_PROBE_S = 10 * PATIENCE
 
     @endpoint
     def flood(self, mine: str, theirs: str, target: ActorMesh, count: int) -> int:
@@ -308,6 +329,21 @@ def test_cycle_that_closes_from_both_sides_raises_in_both(nodes: list[ActorMesh]
             call.get(PATIENCE)
         assert isinstance(raised.value.__cause__, DeadlockError)
     _check(nodes[:2], start)
+
+
+@pytest.mark.parametrize(("dying", "passes_on"), [(1, True), (3, False)])
+def test_member_that_dies_after_its_claim_lets_the_others_raise_at_once(
+    dying: int, passes_on: bool, faults: Faults
+) -> None:
+    with contextlib.ExitStack() as stack:
+        members = [stack.enter_context(running({"gpus": 1})).spawn(f"member{number}", Node) for number in range(4)]
+        for place, member in enumerate(members):  # member 0 finds the cycle
+            member.wait_for_last_step.call_one(probes=place == 0).get(PATIENCE)
+        members[dying].die_at_claim.call_one(passes_on).get(PATIENCE)
+        assert isinstance(_call(members[0], *members[1:], members[0]).exception(PATIENCE), ActorError)
+        for mesh in members[:dying] + members[dying + 1 :]:
+            assert [kind for kind, _, _ in mesh.taken.call_one().get(PATIENCE)] == ["DeadlockError"]
+        faults.next()
 
 
 def test_cycles_at_once_raise_in_all_and_leave_nothing() -> None:
