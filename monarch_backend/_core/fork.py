@@ -31,6 +31,7 @@ class Step(enum.Enum):
     SPAWNERS = "channels to fork servers"
     RUNTIME = "the actor runtime, with the transfer engine of registered memory"
     CANCEL_SIGNAL = "handler of the signal that interrupts blocking code"
+    SIGTERM = "handler that ignores SIGTERM"
     COMMAND_STREAMS = "commands from a controller to the workers of a device mesh"
     VERBS_ENGINES = "devices and queue pairs"
     """Before the users of engines drop them: an object that is destroyed in the child ends the parent's."""

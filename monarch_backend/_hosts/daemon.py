@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -47,6 +47,8 @@ MAX_FRAME_BYTES = 64 << 10
 MAX_SESSIONS = 1024
 """Limit of controllers that are connected to a daemon at one time. Together they can make it reserve 64 MiB."""
 
+_SIGTERM: Mapping[int, str] = {signal.SIGTERM: "SIGTERM"}
+
 PRELOAD = (
     "monarch_backend._wiring",
     "monarch_backend._actor.worker_main",
@@ -57,9 +59,11 @@ PRELOAD = (
 
 
 class Daemon:
-    def __init__(self, *known: bytes, workers: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *known: bytes, workers: Sequence[str] = (), ignores_sigterm: bool = False
+    ) -> None:  # fmt: skip
         self._workers = tuple(workers)
-        self._spawner = Spawner(self._event, preload=PRELOAD)
+        self._spawner = Spawner(self._event, preload=PRELOAD, ignores_sigterm=ignores_sigterm)
         self._closing = False
         self._lock = threading.Lock()
         self._agents: dict[int, str] = {}  # tokens of agents, by the spawner's numbers
@@ -88,7 +92,7 @@ class Daemon:
         return address
 
     def end_without_controller(self, seconds: float, first: float = 0.0) -> None:
-        """Send SIGTERM to this process when no controller has been attached for ``seconds``. Returns at once.
+        """Send SIGINT to this process when no controller has been attached for ``seconds``. Returns at once.
 
         ``first``: seconds until the first controller must be attached, if longer. They begin again when one has tried.
         """
@@ -102,7 +106,7 @@ class Daemon:
             return
         log.warning("this host ends: no controller has been attached for %g s", limit)
         self.is_without_controller = True
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
 
     @property
     def has_controllers(self) -> bool:
@@ -259,7 +263,7 @@ def run_worker_loop_forever(
     """
     serve(
         address, secret=secret, workers=workers, on_ready=on_ready, tether=tether, notice=notice,
-        notice_signal=notice_signal,
+        notice_signals={notice_signal: signal.Signals(notice_signal).name},
     )  # fmt: skip
 
 
@@ -272,11 +276,14 @@ def serve(
     tether: float | None = None,
     first_tether: float | None = None,
     notice: float = 0.0,
-    notice_signal: int = signal.SIGTERM,
+    notice_signals: Mapping[int, str] = _SIGTERM,
+    ignores_sigterm: bool = False,
 ) -> int:
     """Do what `run_worker_loop_forever` does. Return the number of the signal that has ended it, 0 for the tether.
 
-    ``first_tether``: seconds to wait for the first controller, if longer than ``tether``.
+    ``first_tether``: seconds to wait for the first controller, if longer than ``tether``. Each of ``notice_signals``
+    begins the notice, and is reported under its name there. With ``ignores_sigterm`` this process and the processes
+    that it starts ignore SIGTERM: a scheduler sends it to all of them.
     """
     host, port = parse_address(address)
     tether = check_timeout(tether, "tether", zero=False)
@@ -292,8 +299,10 @@ def serve(
             "file of mode 600 with 64 hexadecimal digits, as of `openssl rand -hex 32`, here and for the controller"
         )
     allow_descriptors()
-    daemon = Daemon(*(known or [user_secret()]), workers=workers)
-    with _signals(signal.SIGTERM, signal.SIGINT, *([notice_signal] if notice else [])) as next_signal:
+    reasons = {number: f"it has received {name}" for number, name in notice_signals.items()} if notice else {}
+    ends = [signal.SIGINT] if ignores_sigterm else [signal.SIGTERM, signal.SIGINT]
+    daemon = Daemon(*(known or [user_secret()]), workers=workers, ignores_sigterm=ignores_sigterm)
+    with _signals(*ends, *reasons, ignored=[signal.SIGTERM] if ignores_sigterm else []) as next_signal:
         try:
             where = daemon.start(host, port)
             if on_ready is not None:
@@ -301,26 +310,28 @@ def serve(
             if tether is not None:
                 daemon.end_without_controller(tether, first_tether or 0.0)
             number = next_signal()
-            if notice and number == notice_signal:
-                _give_notice(daemon, notice, number, next_signal)
+            if number in reasons:
+                _give_notice(daemon, notice, reasons[number], ends, next_signal)
             return 0 if daemon.is_without_controller else number
         finally:
             daemon.close()
 
 
-def _give_notice(daemon: Daemon, seconds: float, number: int, next_signal: Callable[..., int]) -> None:
-    """Announce the host's end, and return when it has to end: in time, without controllers, or by a signal."""
+def _give_notice(
+    daemon: Daemon, seconds: float, reason: str, ends: Sequence[int], next_signal: Callable[..., int]
+) -> None:  # fmt: skip
+    """Announce the host's end, and return when it has to end: in time, without controllers, or by one of ``ends``."""
     until = time.monotonic() + seconds
     if daemon.has_controllers:
-        log.warning("this host ends in %g s: it has received %s", seconds, signal.Signals(number).name)
-        daemon.announce_end(seconds, f"it has received {signal.Signals(number).name}")
+        log.warning("this host ends in %g s: %s", seconds, reason)
+        daemon.announce_end(seconds, reason)
     while daemon.has_controllers and (left := until - time.monotonic()) > 0:
-        if next_signal(min(left, NOTICE_POLL_S)) in (signal.SIGTERM, signal.SIGINT):
+        if next_signal(min(left, NOTICE_POLL_S)) in ends:
             return
 
 
 @contextlib.contextmanager
-def _signals(*numbers: int) -> Iterator[Callable[..., int]]:
+def _signals(*numbers: int, ignored: Sequence[int] = ()) -> Iterator[Callable[..., int]]:
     """Yield a function that waits for one of these signals, also an earlier one, and returns its number.
 
     It returns 0 after ``seconds``, its argument. It reads a socket: a lock would miss some signals.
@@ -328,7 +339,7 @@ def _signals(*numbers: int) -> Iterator[Callable[..., int]]:
     told, tell = socket.socketpair()
     with told, tell:
         tell.setblocking(False)
-        handlers = {number: signal.signal(number, lambda *_: None) for number in set(numbers)}
+        handlers = {number: signal.signal(number, lambda *_: None) for number in {*numbers, *ignored}}
         before = signal.set_wakeup_fd(tell.fileno())
         # A host inherits the blocked signals of the thread that starts it.
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)

@@ -25,7 +25,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
 from monarch_backend import _autoload
-from monarch_backend._core import platform
+from monarch_backend._core import fork, platform
 from monarch_backend._processes import cpu_affinity, finalization, system_calls
 from monarch_backend._processes.debugging import channel
 from monarch_backend._processes.main_module import empty_main_module
@@ -76,6 +76,8 @@ def run(spec: Spawn) -> NoReturn:
 
 
 def _become(spec: Spawn) -> None:
+    if spec.ignores_sigterm:
+        _ignore_sigterm()
     with contextlib.suppress(OSError):  # forked or spawned with setsid it leads its session already
         os.setsid()
     system_calls.adopt_orphans()  # if this process dies, the fork server adopts and kills its descendants
@@ -102,6 +104,21 @@ def _become(spec: Spawn) -> None:
     if spec.cpus is not None:
         cpu_affinity.bind(frozenset(spec.cpus))
     _forget_the_server(spec.label)
+
+
+def _ignore_sigterm() -> None:
+    """Ignore SIGTERM in this process, but not in its children: a program ends its own children with it."""
+    signal.signal(signal.SIGTERM, _do_nothing)  # a new program has the default again, other than with SIG_IGN
+    fork.register(fork.Step.SIGTERM, after_in_child=_stop_ignoring_sigterm)
+
+
+def _do_nothing(_number: int, _frame: Any) -> None:
+    pass
+
+
+def _stop_ignoring_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) is _do_nothing:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _breakpoint(*args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ class Configuration(msgspec.Struct, frozen=True):
     """Configuration of the server by its spawner: inherited descriptors, and modules to import.
 
     ``lasting``: the server will start processes for a long time. Then a few tenths of a second at its start make each
-    of them cheaper.
+    of them cheaper. ``ignores_sigterm``: the server and its processes ignore SIGTERM, which is for their starter.
     """
 
     connection: int
@@ -70,6 +70,7 @@ class Configuration(msgspec.Struct, frozen=True):
     stderr: int
     preload: list[str]
     lasting: bool = True
+    ignores_sigterm: bool = False
 
 
 def main(argument: str) -> NoReturn:
@@ -143,7 +144,7 @@ class Server:
 
     def __init__(self, configuration: Configuration) -> None:
         self._stdout, self._stderr = configuration.stdout, configuration.stderr
-        self._lasting = configuration.lasting
+        self._lasting, self._ignores_sigterm = configuration.lasting, configuration.ignores_sigterm
         inherited = {configuration.connection, configuration.listener, self._stdout, self._stderr} - {None}
         for descriptor in inherited:
             os.set_inheritable(descriptor, False)  # type: ignore[arg-type]
@@ -257,7 +258,7 @@ class Server:
             client = self._owners.pop(death.pid)
             del client.pids[death.id]
             client.say(death)
-        if signal.SIGTERM in numbers:
+        if signal.SIGTERM in numbers and not self._ignores_sigterm:
             for client in self._clients:
                 self._close(client)
 
@@ -310,7 +311,8 @@ class Server:
             raise BadMessageError(f"the id {request.id} is taken")
         has_files = (request.stdout, request.stderr, request.stdin)
         files = [client.channel.take_descriptor() if has_file else None for has_file in has_files]
-        client.waiting.append(_Job(request, files))
+        spec = msgspec.structs.replace(request, ignores_sigterm=self._ignores_sigterm)
+        client.waiting.append(_Job(spec, files))
 
     def _on_kill(self, client: _Client, request: Kill) -> None:
         if request.id in client.pids:

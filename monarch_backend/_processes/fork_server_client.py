@@ -89,7 +89,7 @@ def connect(address: str) -> socket.socket:
     return sock
 
 
-def start_server(listener: socket.socket | None, preload: list[str]) -> ForkServer:
+def start_server(listener: socket.socket | None, preload: list[str], *, ignores_sigterm: bool = False) -> ForkServer:
     """Start a server, which inherits ``listener`` and dies with this thread. Raises OSError, RuntimeError."""
     with contextlib.ExitStack() as passed, contextlib.ExitStack() as kept:
         if listener is not None:
@@ -100,8 +100,9 @@ def start_server(listener: socket.socket | None, preload: list[str]) -> ForkServ
         stdout, stderr = (_own_stream(number, passed) for number in (1, 2))
         log = kept.enter_context(tempfile.TemporaryFile())
         configuration = Configuration(
-            theirs.fileno(), None if listener is None else listener.fileno(), stdout, stderr, preload
-        )
+            theirs.fileno(), None if listener is None else listener.fileno(), stdout, stderr, preload,
+            ignores_sigterm=ignores_sigterm,
+        )  # fmt: skip
         process = subprocess.Popen(
             interpreter_args.command(
                 "monarch_backend._processes.fork_server", msgspec.json.encode(configuration).decode(), sys.path

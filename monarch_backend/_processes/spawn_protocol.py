@@ -47,6 +47,7 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     main_module: tuple[str, bytes] = ("", b"")  # name and path of the program's main module, see main_module.py
     stdin: bool = False  # whether the message carries a file for it, after the other two
     recording: tuple[int, int, int] | None = None  # the owner's pid, its descriptor of the area, and the slot
+    ignores_sigterm: bool = False  # the server sets it, see its Configuration
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):

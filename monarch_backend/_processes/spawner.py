@@ -167,7 +167,8 @@ class Spawner:
     ``on_event`` is called for each process with Started and later Exited, or with SpawnFailed. It runs on a thread of
     the spawner, which it must not block. ``address`` is another spawner's: its server starts the processes of this one.
     ``connection`` is the first one of a server that this process has forked and will wait for. ``preload`` names
-    modules that a server imports which is started here.
+    modules that a server imports which is started here. With ``ignores_sigterm`` that server and its processes ignore
+    SIGTERM.
 
     If the process of a spawner dies, the spawner's processes are killed with their descendants. A process forked from
     it needs a spawner of its own. Raises OSError without a listener at ``address``, PermissionError if it belongs to
@@ -191,9 +192,10 @@ class Spawner:
         *,
         connection: socket.socket | None = None,
         preload: Sequence[str] = (),
+        ignores_sigterm: bool = False,
     ) -> None:
         self._on_event = on_event
-        self._preload = list(preload)
+        self._preload, self._ignores_sigterm = list(preload), ignores_sigterm
         if connection is not None:
             address = "nowhere"  # it has no listener
         self._given = address
@@ -347,7 +349,7 @@ class Spawner:
         try:
             if self._given_socket is None:
                 listener, self._listener = self._listener, None
-                server = start_server(listener, self._preload)
+                server = start_server(listener, self._preload, ignores_sigterm=self._ignores_sigterm)
             else:
                 sock, self._given_socket = self._given_socket, None
                 server = ForkServer(sock, None, None)

@@ -59,6 +59,10 @@ class Saver(Actor):
         assert notice is not None
         return notice.seconds_left
 
+    @endpoint
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def __host_ending__(self, notice: HostEnding) -> None:
         self.port.send((type(self).__name__, notice.host, notice.reason, notice.seconds_left))
         raise RuntimeError("an error in the method ends no actor")

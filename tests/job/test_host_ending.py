@@ -175,7 +175,7 @@ def test_notice_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(daemon, "NOTICE_POLL_S", 0.0)
-    daemon._give_notice(Busy(), 0.05, signal.SIGTERM, no_signal)  # type: ignore[arg-type]
+    daemon._give_notice(Busy(), 0.05, "it has received SIGTERM", [signal.SIGTERM], no_signal)  # type: ignore[arg-type]
     assert told == [(0.05, "it has received SIGTERM")]
     assert waits
 

@@ -22,6 +22,7 @@ from monarch_backend._job.slurm.job import _sbatch_words
 from monarch_backend._job.slurm.node import Report, read_reports, report_path
 from monarch_backend._transport.network.auth import write_private
 from monarch_backend.job import Job, JobError, SlurmJob
+from tests.support.waiting import wait_until
 
 RUNNING = "JobId=7 JobName=x JobState=RUNNING Reason=None NodeList=n1 EndTime=1795962260 Restarts=0 ExitCode=0:0"
 AS_JSON = '{"jobs": [{"job_id": 7, "job_state": ["RUNNING"], "nodes": "n1"}]}'
@@ -366,6 +367,43 @@ def test_end_of_an_earlier_start_keeps_the_report_of_the_present_one(tmp_path: P
     subprocess.run([sys.executable, "-c", LATE, str(tmp_path)], check=True, timeout=60)
     report = read_reports(tmp_path)["trainers", 0]
     assert (report.start, report.ended) == (start, ended)
+
+
+SIGNALLED = """
+import signal, sys
+from monarch_backend._job.slurm import node
+child = node.os.fork()
+if child == 0:
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGURG]
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    print("up", flush=True)
+    for line in sys.stdin:
+        print(signal.sigwait(numbers).name, flush=True)
+    node.os._exit(7)
+print(node._wait(child, has_notice=sys.argv[1] == "notice"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("notice", "names"),
+    [("notice", ["SIGUSR2", "SIGURG", "SIGINT", "SIGINT"]), ("none", ["SIGTERM", "SIGURG", "SIGTERM", "SIGTERM"])],
+)
+def test_signals_of_a_node_are_passed_on_to_its_daemon(notice: str, names: list[str]) -> None:
+    """Slurm may send SIGTERM to the daemon as well. So one with a notice gets others for the first and for the next."""
+    words = [sys.executable, "-c", SIGNALLED, notice]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        status = Path(f"/proc/{process.pid}/status")
+        caught = 1 << (signal.SIGURG - 1)  # the last handler of the parent process
+        wait_until(lambda: int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16) & caught)  # type: ignore[index]
+        for number, name in zip((signal.SIGTERM, signal.SIGURG, signal.SIGTERM, signal.SIGTERM), names, strict=True):
+            process.send_signal(number)
+            process.stdin.write("next\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == f"{name}\n"
+        process.stdin.close()
+        assert process.stdout.read() == "7\n"
 
 
 def test_options_of_the_users_environment_do_not_hide_jobs(

@@ -45,10 +45,12 @@ class Outcome:
 class Host:
     """A spawner and all events that it has reported."""
 
-    def __init__(self, address: str | None = None, preload: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, address: str | None = None, preload: tuple[str, ...] = (), *, ignores_sigterm: bool = False
+    ) -> None:
         self.events: list[Event] = []
         self._told = threading.Condition()
-        self.spawner = Spawner(self._on_event, address, preload=preload)
+        self.spawner = Spawner(self._on_event, address, preload=preload, ignores_sigterm=ignores_sigterm)
 
     def _on_event(self, event: Event) -> None:
         with self._told:

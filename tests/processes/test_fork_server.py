@@ -100,6 +100,33 @@ def test_process_gets_environment_arguments_and_directory(
     assert rest == [["prog", "-x"], str(tmp_path), str(tmp_path), 7, files]
 
 
+def signal_all() -> None:
+    """Send SIGTERM to the fork server, to this process, and to a fork and a program of it. Print how these two end."""
+    read, write = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.write(write, b"up")
+        while True:
+            signal.pause()
+    os.read(read, 2)
+    program = subprocess.Popen(["sleep", "600"])
+    for pid in (os.getppid(), os.getpid(), fork, program.pid):
+        os.kill(pid, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), program.wait())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_ignore_sigterm_where_it_is_for_their_starter(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_START_METHOD", method)
+    host = Host(ignores_sigterm=True)
+    try:
+        for _ in range(2):  # the server goes on
+            outcome = host.run(signal_all)
+            assert (outcome.out, outcome.err, outcome.exited.returncode) == ("-15 -15\n", "", 0)
+    finally:
+        host.spawner.close()
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_bootstrap_comes_first(host: Host, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_START_METHOD", method)

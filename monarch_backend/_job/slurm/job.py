@@ -81,7 +81,8 @@ class SlurmJob(ScheduledJob):
     ``tether``: the hosts end when no controller has been attached for that many seconds, for example because it has
     died. Then the job ends, too. ``ending_notice``: seconds before the time limit in which hosts are "ending".
     ``notice``: seconds before the time limit at which actors receive a `HostEnding`. Slurm may send it a minute
-    earlier. ``reason_timeout``: seconds in which the failure of a lost host waits for Slurm's reason.
+    earlier. A preemption with a grace time begins it, too.
+    ``reason_timeout``: seconds in which the failure of a lost host waits for Slurm's reason.
 
     The folder of the job's file, ``path``, must be on a file system that all nodes have, such as the home directory.
     Other users cannot read it.
@@ -364,7 +365,9 @@ class SlurmJob(ScheduledJob):
             again = f", requeued {record.restarts} times" if record.restarts else ""
             return "pending", "; ".join([f"{record}{again}", *messages.reasons(said())])
         if report is not None and report.ended:
-            return "gone", "; ".join([f"{report.ended} on node {report.node}", *messages.reasons(said(), report.node)])
+            preempted = [self._ending(record)] if record.preempt_time else []
+            why = [*preempted, *messages.reasons(said(), report.node)]
+            return "gone", "; ".join([f"{report.ended} on node {report.node}", *why])
         if not step_runs:
             why = messages.reasons(said(), report.node if report else "")
             return "gone", "; ".join([f"its step in Slurm job {record.number} has ended", *why])
@@ -380,10 +383,12 @@ class SlurmJob(ScheduledJob):
         return said[-500:] or f"is {self._folder} on a file system that all nodes have?"
 
     def _ending(self, record: SlurmRecord) -> str:
-        """Return why the job ends within `ending_notice` seconds, and when; "" if it goes on."""
-        for at, why in ((record.preempt_time, "it is preempted"), (record.end_time, "its time limit ends")):
-            if at and at - time.time() <= self._ending_notice:
-                return f"{why} at {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(at))}"
+        """Return why the job ends, by preemption or within `ending_notice` seconds, and when; "" if it goes on."""
+        at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(record.end_time))
+        if record.preempt_time:  # scontrol does not print the end of a job without a time limit
+            return f"its job is preempted, and ends at {at}" if record.end_time else "its job is preempted"
+        if record.end_time and record.end_time - time.time() <= self._ending_notice:
+            return f"its time limit ends at {at}"
         return ""
 
     def _wait_for_change(self, seconds: float) -> None:

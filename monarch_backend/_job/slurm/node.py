@@ -23,6 +23,8 @@ from monarch_backend._transport.network.auth import read_secret, write_private
 NOTICE_SIGNAL = signal.SIGURG
 """Signal before the end of the time limit. Slurm sends it to all processes of a node, and most ignore this one."""
 
+_FIRST_SIGTERM = signal.SIGUSR2
+
 
 class Report(msgspec.Struct):
     """What a node tells: where its host listens, in which start of the job, and how it has ended. ``ended``: "" before.
@@ -124,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stderr.flush()
             os._exit(code)
-    code = _wait(child)
+    code = _wait(child, has_notice=args.notice > 0)
     report.ended = f"its daemon has ended with {code}" if code >= 0 else f"its daemon was killed by signal {-code}"
     current = read_reports(args.folder).get((mesh, index))
     # A node that was lost may end its host after another node has started it again.
@@ -134,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_host(args: argparse.Namespace, report: Report, address: str, write: Callable[[], None]) -> int:
-    from monarch_backend._hosts.daemon import run_worker_loop_forever
+    from monarch_backend._hosts.daemon import serve
 
     log = os.open(report.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -147,9 +149,10 @@ def _run_host(args: argparse.Namespace, report: Report, address: str, write: Cal
         write()
 
     try:
-        run_worker_loop_forever(
+        serve(
             f"tcp://{address}", secret=read_secret(args.secret_file), on_ready=ready, tether=args.tether,
-            notice=args.notice, notice_signal=NOTICE_SIGNAL,
+            notice=args.notice, notice_signals={NOTICE_SIGNAL: NOTICE_SIGNAL.name, _FIRST_SIGTERM: "SIGTERM"},
+            ignores_sigterm=args.notice > 0,
         )  # fmt: skip
     except (OSError, ValueError) as error:
         print(f"the host of node {report.node} can't listen on {address}: {error}", file=sys.stderr, flush=True)
@@ -157,10 +160,17 @@ def _run_host(args: argparse.Namespace, report: Report, address: str, write: Cal
     return 0
 
 
-def _wait(child: int) -> int:
-    """Wait for the daemon's end, pass on signals, and return its exit code; that of a signal is negative."""
+def _wait(child: int, *, has_notice: bool) -> int:
+    """Wait for the daemon's end, pass on signals, and return its exit code; that of a signal is negative.
+
+    Slurm sends SIGTERM to this process only, or to the daemon as well. So a daemon with a notice ignores SIGTERM, and
+    gets `_FIRST_SIGTERM` for the first one, which begins the notice, and SIGINT for another one, which ends it.
+    """
+    terminations = [_FIRST_SIGTERM] if has_notice else []
 
     def forward(number: int, _: object) -> None:
+        if number == signal.SIGTERM and has_notice:
+            number = terminations.pop() if terminations else signal.SIGINT
         os.kill(child, number)
 
     for number in (signal.SIGTERM, signal.SIGINT, NOTICE_SIGNAL):

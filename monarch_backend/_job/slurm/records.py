@@ -39,6 +39,7 @@ class SlurmRecord:
 
     ``offset``: number of the component. ``state``: such as "PENDING". ``is_completing``: its processes still end.
     ``reason``: why it waits or has failed, "" if there is none. ``restarts``: how often it was requeued.
+    ``preempt_time``: when Slurm has preempted it. It then runs for the grace time of its partition, until ``end_time``.
     """
 
     number: int
@@ -62,6 +63,7 @@ class SlurmRecord:
             text += f", {FINAL_STATES[self.state]}"
         detail = [self.reason] if self.reason else []
         detail += [f"exit {self.exit_code}"] if self.exit_code not in ("", "0:0") else []
+        detail += ["preempted"] if self.preempt_time and self.state != "PREEMPTED" else []
         return f"{text} ({', '.join(detail)})" if detail else text
 
 
