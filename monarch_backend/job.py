@@ -16,6 +16,7 @@ from monarch_backend._job.local import LocalJob
 from monarch_backend._job.process import ProcessJob
 from monarch_backend._job.ray_cluster import RayJob
 from monarch_backend._job.rendering import skypilot_task, torchx_app
+from monarch_backend._job.skypilot import SkyPilotJob
 from monarch_backend._job.slurm.job import SlurmJob
 from monarch_backend._job.spmd import SPMDJob, host_mesh_from_env
 from monarch_backend._job.ssh import SSHJob
@@ -31,6 +32,7 @@ __all__ = [
     "RayJob",
     "SPMDJob",
     "SSHJob",
+    "SkyPilotJob",
     "SlurmJob",
     "host_mesh_from_env",
     "skypilot_task",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from monarch_backend.job import skypilot_task
+from monarch_backend.job import SkyPilotJob, skypilot_task
 from tests.clients.programs import needs
 
 pytestmark = needs("sky")
@@ -45,6 +45,14 @@ def test_task_is_valid_as_a_file(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [
         "train", 4, "pip install monarch_backend", {"NCCL_DEBUG": "INFO"}, task["run"], {"H100": 8},
     ]  # fmt: skip
+
+
+def test_task_of_a_job_is_valid(tmp_path: Path) -> None:
+    job = SkyPilotJob(name="train", resources={"accelerators": "H100:8"}, env={"NCCL_DEBUG": "INFO"})
+    task = job.add_mesh("trainers", 4).add_mesh("loaders", 2).task(["python", "train.py"])
+    done = read(task, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["train", 6, None, {"NCCL_DEBUG": "INFO"}, task["run"], {"H100": 8}]
 
 
 def test_smallest_task_is_valid(tmp_path: Path) -> None:
