@@ -8,7 +8,8 @@ import the model from there. docs/guides/kubernetes.md explains the job step by 
 
 Each pod has one replica of the model. The program keeps the weights of the last snapshot. If a process, a pod or a node
 is lost, it waits until Kubernetes has replaced the pod, and trains on from the snapshot. The batch depends only on the
-seed and the step, so the losses equal those of a run without failures.
+seed and the step, so the losses equal those of a run without failures. The program ends with an error if another
+program has ended the job, and after ten failures without a new step.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from monarch_backend.actor import Actor, ActorError, MeshFailure, SupervisionErr
 from monarch_backend.job import Job, JobError, KubernetesJob
 
 CONTEXT, BATCH, SNAPSHOT_EVERY = 32, 24, 5
+MAX_FAILURES = 10
+"""Failures in a row without a new step, after which the training ends."""
 
 
 class Trainer(Actor):
@@ -90,8 +93,16 @@ class Run:
     trainers: Any = None
     kept: tuple[int, bytes] | None = None
 
+    def states(self) -> set[str]:
+        """Return the states of the hosts. Raises RuntimeError if another program has ended the job."""
+        states = {each.state for each in self.job.status()}
+        if "not started" in states:
+            raise RuntimeError(f"job {self.job.name!r} was ended by another program: start the training again")
+        return states
+
     def start(self) -> None:
         """Attach the hosts that the scheduler runs now, and start a replica on each, from the last snapshot."""
+        self.states()
         mesh = self.job.state(timeout=300).trainers
         self.procs = mesh.spawn_procs({"gpus": 1})
         self.procs.process_group(timeout=60).get()
@@ -110,8 +121,11 @@ class Run:
         self.kept = step, self.trainers.slice(hosts=0).snapshot.call_one().get(timeout=60)
 
     def train(self, after_step: Callable[[Run, int], None] = lambda *_: None) -> None:
-        """Train to the last step. ``after_step(run, step)`` is called after each step."""
-        step, failed_at = 0, 0.0
+        """Train to the last step. ``after_step(run, step)`` is called after each step.
+
+        Raises RuntimeError if another program has ended the job, and after MAX_FAILURES failures without a new step.
+        """
+        step, furthest, failures, failed_at = 0, 0, 0, 0.0
         while step < self.steps:
             try:
                 if self.procs is None:
@@ -123,6 +137,8 @@ class Run:
                     self.start()
                 self.losses[step] = next(iter(self.trainers.train.call(step).get(timeout=120).values()))
                 step += 1
+                if step > furthest:
+                    furthest, failures = step, 0
                 if step % SNAPSHOT_EVERY == 0:
                     self.keep(step)
                 if failed_at:
@@ -134,6 +150,11 @@ class Run:
                 self.failures.append(str(error).splitlines()[0])
                 print(f"step {step}: {self.failures[-1]}", flush=True)
                 self.stop()
+                failures += 1
+                if failures == MAX_FAILURES:
+                    raise RuntimeError(
+                        f"no step after step {furthest} within {failures} attempts, the last one: {error}"
+                    ) from error
                 step = 0 if self.kept is None else self.kept[0]
         self.stop()
 

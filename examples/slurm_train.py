@@ -41,10 +41,7 @@ class SlurmRun(Run):
     submissions = 1
 
     def start(self) -> None:
-        states = {each.state for each in self.job.status()}
-        if "not started" in states:
-            raise RuntimeError(f"job {self.job.name!r} was ended by another program: start the training again")
-        if "gone" in states:
+        if "gone" in self.states():
             if self.submissions == MAX_SUBMISSIONS:
                 gone = "; ".join(str(each) for each in self.job.status() if each.state == "gone")
                 raise RuntimeError(f"job {self.job.name!r} was submitted {self.submissions} times, and ended: {gone}")
