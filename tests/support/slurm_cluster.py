@@ -71,7 +71,7 @@ PartitionName=graceful Nodes=ALL Default=NO MaxTime=INFINITE State=UP OverSubscr
 PreemptMode=CANCEL GraceTime={grace}
 """
 
-GRACE_S = 20
+GRACE_S = 60
 """Seconds from the preemption of a job in the partition "graceful" to its end."""
 
 DEFAULT_MEMORY_MIB = 1900
