@@ -67,7 +67,7 @@ test-slow: $(STAMP)  ## long variants: torch's own suite, four-rank training, co
 	$(BIN)/python -m tests.parallel_runs -m "slow and not nightly and not gpu and not xla and not verbs and not slurm and not k8s" --durations=25
 
 test-nightly: $(STAMP) $(VENV)/.wheels  ## random programs, all of torch's operators, chaos, sanitizers, model checker: half an hour
-	$(BIN)/python -m tests.parallel_runs -m "nightly and not gpu and not xla and not verbs and not slurm" --durations=25
+	$(BIN)/python -m tests.parallel_runs -m "nightly and not gpu and not xla and not verbs and not slurm and not k8s" --durations=25
 
 # Without fork each process imports torch, so these take longer than with `make test`.
 test-portable: $(PORTABLE)/.installed  ## the code for macOS: the portable core, and no fork, /proc, memfd and so on

@@ -19,13 +19,14 @@ from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, JobError, KubernetesJob
 from tests.hosts.support import UP
 from tests.job.support import Where
-from tests.k8s.cluster import INSIDE, OUTSIDE
+from tests.k8s.cluster import INSIDE, OUTSIDE, ROOT
 from tests.k8s.conftest import Place
 
 pytestmark = [pytest.mark.slow, pytest.mark.k8s]
 
 IMAGE = "testbed/monarch:1"
 READY_S = 100.0
+PODS, MANY_READY_S = 100, 300.0
 
 
 def job_of(kubeconfig: str, folder: Path, name: str = "hello", **options: Any) -> KubernetesJob:
@@ -68,6 +69,40 @@ def test_hello_over_three_pods_is_found_and_ended_by_a_second_program(place: Pla
     again, states, active = place.run(find_and_end_hello)
     assert again == names and not active
     assert states == ["trainers[0]: up", "trainers[1]: up", "trainers[2]: up"]
+    assert place.kube.objects(place.namespace) == []
+
+
+# A program of its own: where the controller has imported DTensors, as pytest has, each pod imports them, too.
+MANY = """
+import sys
+from monarch_backend.job import KubernetesJob
+from tests.k8s.host_name import HostName
+path, kubeconfig, image, pods, seconds = *sys.argv[1:4], int(sys.argv[4]), float(sys.argv[5])
+job = KubernetesJob(name="many", path=path, kubeconfig=kubeconfig)
+small = {"MONARCH_PRELOAD_TORCH": "0", "MONARCH_PREFAULT_BYTES": "0"}
+job.add_mesh("workers", pods, image=image, grace_period=5, env=small)
+try:
+    job.apply(seconds)
+    procs = job.state(seconds).workers.spawn_procs({"gpus": 1})
+    print(*procs.spawn("names", HostName).read.call().get(seconds).values())
+    procs.stop().get(seconds)
+finally:
+    job.kill()
+"""
+
+
+def use_many_pods(kubeconfig: str, folder: Path) -> tuple[list[str], str]:
+    words = [str(folder / "many.json"), kubeconfig, IMAGE, str(PODS), str(MANY_READY_S)]
+    program = [sys.executable, "-c", MANY, *words]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=3 * MANY_READY_S, check=False)
+    return done.stdout.split(), done.stderr
+
+
+@pytest.mark.nightly
+def test_hundred_pods_are_used_and_ended(place: Place) -> None:
+    """A pod takes 90 MB of memory: it has no torch, and commits no memory for messages."""
+    names, errors = place.run(use_many_pods, timeout=4 * MANY_READY_S)
+    assert len({name for name in names if name.startswith("many-")}) == PODS, errors
     assert place.kube.objects(place.namespace) == []
 
 
