@@ -64,7 +64,7 @@ def forward(request: http.server.BaseHTTPRequestHandler, address: str, ports: li
     send, sockets = accept(request), {}
 
     def copy(channel: int, source: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the client's connection may be closed
             while data := source.recv(32768):
                 send(BINARY, bytes([channel]) + data)
         with contextlib.suppress(OSError, ValueError):
