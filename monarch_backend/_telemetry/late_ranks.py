@@ -129,12 +129,21 @@ def of_job(processes: Iterable[RecordedProcess]) -> list[LateRank]:
     return _with_places([each for members in _groups(processes) for each in _of_group(members)])
 
 
-def of_group(identity: int) -> list[LateRank]:
-    """Return the late ranks of a group on this machine, if one of its other ranks here waits. Never raises."""
+def behind(group: int, number: int) -> list[tuple[int, str]]:
+    """Return the ranks of a group on this machine that have not entered operation ``number``, and where they are.
+
+    ``group``: identity of the group. Never raises.
+    """
     try:
-        processes = [process for job in jobs.running().values() for process in job]
-        members = [group for group in _groups(processes) if group[0][1].trace == identity]
-        return _with_places([each for group in members for each in _of_group(group)])
+        late = [
+            (activity.rank, process)
+            for job in jobs.running().values()
+            for process in job
+            for activity in filter(_is_of_all, process.activities)
+            if activity.trace == group and activity.state != State.RUNNING and activity.count < number
+        ]
+        places = in_parallel(lambda each: whereabouts.place_of(each[1], PLACE_TIMEOUT_S), late)
+        return [(rank, place) for (rank, _), place in zip(late, places, strict=True)]
     except Exception:  # as in place_of_rank
         return []
 

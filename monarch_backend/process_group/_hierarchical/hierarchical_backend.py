@@ -116,7 +116,7 @@ class Hierarchy(SharedMemory):
         self._scratch: dict[int, Tensor] = {}
         self._cell = 0  # in recordings
         self._release_cell: Callable[[], object] = lambda: None
-        self._is_under_way = False
+        self._begun, self._is_under_way = 0, False  # number of the last operation
         self._late_line: str | None = None  # None: not looked for
         self._store = store
         self._cause: Cause | None = None
@@ -190,7 +190,7 @@ class Hierarchy(SharedMemory):
         operation = recorder.name_number(OPERATIONS[call.what].name)
         size = max((each.nbytes for each in (*call.ins[:1], *call.outs[:1])), default=0)
         recorder.begin_activity(self._cell, State.RUNNING, operation, call.number, 0, size, self._identity)
-        status, self._is_under_way = Status.ERROR, True
+        status, self._begun, self._is_under_way = Status.ERROR, call.number, True
         try:
             yield
             status = Status.OK
@@ -207,37 +207,34 @@ class Hierarchy(SharedMemory):
         return self._late_line or ""
 
     def _find_line(self) -> None:
-        """Find the line of the late rank once for all errors of the group. A rank of another host is asked for it."""
+        """Find the lines of late ranks once for all errors of the group. A rank's host is asked for those of its ranks.
+
+        The rank in the error may wait itself for another one of its host.
+        """
         kind, rank, text = self._cause or ("", -1, "")
-        if self._late_line is not None or kind != "late" or rank in (-1, self._rank) or not text.startswith("did not "):
+        if self._late_line is not None or kind != "late" or rank < 0 or not text.startswith("did not "):
             return
-        self._late_line = ""
+        self._late_line, lines = "", list[Line]()
         if rank in self._here:
-            self._late_line = super()._line_of(rank)
-            return
-        if not self._between.has_recorded_cause:  # the store would not answer this request either
-            return
-        limit = max(1.0, self._timeout().total_seconds())
-        for each, line in line_requests.requests.ask(self._members[rank], self._identity, limit):
-            who = "it" if each == rank else f"rank {each} ({self._members[each]}) has not: it"
-            self._late_line += f"; {who} is {line}"
+            lines = self.late_lines()
+        elif self._between.has_recorded_cause:  # otherwise the store would not answer this request either
+            limit = max(1.0, self._timeout().total_seconds())
+            lines = line_requests.requests.ask(self._members[rank], self._identity, limit)
+        for each, line in lines:
+            subject = "it" if each == rank else f"rank {each} ({self._members[each]}) has not: it"
+            self._late_line += f"; {subject} is {line}"
 
     def late_lines(self) -> list[Line]:
-        """Return the late ranks of this host, and their lines.
+        """Return the late ranks of this host, and their lines. May be called on another thread.
 
-        It is this one, unless it is in the operation itself, or has failed there. Called on another thread.
+        It is this one, unless it is in the operation itself or has failed there.
         """
         from monarch_backend._telemetry import late_ranks
 
-        if self._is_under_way:
-            return [(each.rank, each.place) for each in late_ranks.of_group(self._identity) if each.rank in self._here]
-        kind, rank, _ = self._cause or ("", -1, "")
-        if kind == "":
-            rank = self._rank
-        elif kind != "late" or rank == self._rank or rank not in self._here:
-            return []
-        line = self._line_here(rank)
-        return [(rank, line)] if line else []
+        if not self._is_under_way and self._cause is None:
+            line = self._line_here(self._rank)
+            return [(self._rank, line)] if line else []
+        return [each for each in late_ranks.behind(self._identity, self._begun) if each[0] in self._here]
 
     def _break(self, failure: GroupFailure) -> GroupFailure:
         """End the group for all ranks, and return the cause that all of them raise."""
