@@ -75,3 +75,37 @@ def test_lost_web_socket_resets_its_connection_and_the_next_one_works(tmp_path: 
                         connection.recv(1)
         finally:
             PortForward.close_all("job")
+
+
+def test_data_before_the_end_of_a_pod_arrives_at_a_slow_reader(tmp_path: Path) -> None:
+    sent, size = threading.Event(), 256 << 10
+
+    def forward(request: http.server.BaseHTTPRequestHandler, _path: str, query: dict[str, list[str]]) -> None:
+        websocket.forward(request, "127.0.0.1", [int(port) for port in query["ports"]])
+        sent.set()
+
+    def send(listener: socket.socket) -> None:
+        connection = listener.accept()[0]
+        with connection:
+            connection.sendall(b"x" * size)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, api_server(tmp_path) as server:
+        server.on_connect = forward
+        sending = threading.Thread(target=send, args=(listener,))
+        sending.start()
+        api = Api(None, str(server.kubeconfig), None, False)
+        there = PortForward.to_pod("job", api, "trainers-0", listener.getsockname()[1])
+        try:
+            with socket.socket() as connection:
+                connection.settimeout(TIMEOUT_S)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # most of it waits to be sent
+                connection.connect(parse_address(there.address))
+                assert sent.wait(TIMEOUT_S)
+                received = 0
+                with contextlib.suppress(ConnectionResetError):
+                    while data := connection.recv(4096):
+                        received += len(data)
+                assert received == size
+        finally:
+            PortForward.close_all("job")
+            sending.join()

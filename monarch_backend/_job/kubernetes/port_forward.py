@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import socket
 import struct
+import sys
+import termios
 import threading
+import time
 from typing import ClassVar
 
 from monarch_backend._job.kubernetes.api import Api
@@ -14,6 +18,7 @@ from monarch_backend._job.kubernetes.api import Api
 log = logging.getLogger("monarch_backend")
 
 _CHUNK = 1 << 16
+_FLUSH_TIMEOUT_S = 5.0
 
 
 class PortForward:
@@ -98,11 +103,24 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def _copy_back(there: socket.socket, connection: socket.socket) -> None:
-    """Copy from the pod until one side ends. Then the close of the connection resets it."""
+    """Copy from the pod until one side ends. Then the close of the connection resets it.
+
+    A reset drops what the program has not received, such as the last reply of a host that ends. So it waits for that.
+    """
     _copy(there, connection)
     with contextlib.suppress(OSError):
+        deadline = time.monotonic() + _FLUSH_TIMEOUT_S
+        while _is_unsent(connection) and time.monotonic() < deadline:
+            time.sleep(0.01)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RD)  # the other direction ends, and nothing is sent
+
+
+def _is_unsent(connection: socket.socket) -> bool:
+    """Return whether the other side has not acknowledged all data. Raises OSError once the connection has ended."""
+    if sys.platform != "linux":
+        return False
+    return fcntl.ioctl(connection, termios.TIOCOUTQ, b"\0" * 4) != b"\0" * 4
 
 
 def _end(there: socket.socket) -> None:
