@@ -87,17 +87,22 @@ class Api:
         configuration.retries = False  # the retries are here
         return client.ApiClient(configuration), namespace
 
-    def request(self, method: str, path: str, body: Any = None, *, query: Json | None = None, kind: str = "") -> Json:
+    def request(
+        self, method: str, path: str, body: Any = None, *, query: Json | None = None, kind: str = "",
+        timeout: float = 0,
+    ) -> Json:  # fmt: skip
         """Return the answer to a request, as JSON. Repeat it for some seconds while the server does not answer.
+
+        With ``timeout`` it is not repeated, and has so many seconds.
 
         Raises ApiRefusal with the server's message if it refuses, and JobError if it cannot be reached.
         """
         from urllib3.exceptions import HTTPError
 
-        until, renewed, was_down = time.monotonic() + self._retry, False, False
+        until, renewed, was_down = time.monotonic() + (0 if timeout else self._retry), False, False
         while True:
             try:
-                with self._open(method, path, body, query, kind) as answer:
+                with self._open(method, path, body, query, kind, timeout=timeout or REQUEST_TIMEOUT_S) as answer:
                     data = answer.data
                     status = answer.status
             except (HTTPError, OSError) as error:
@@ -135,8 +140,11 @@ class Api:
         return ApiRefusal(status, f"{text.strip()} ({what})" if status in (401, 403) else text.strip())
 
     @contextlib.contextmanager
-    def _open(self, method: str, path: str, body: Any, query: Json | None, kind: str, read: float = 0) -> Iterator[Any]:
-        """Yield the response of urllib3. It is read only on demand."""
+    def _open(
+        self, method: str, path: str, body: Any, query: Json | None, kind: str, read: float = 0,
+        timeout: float = REQUEST_TIMEOUT_S,
+    ) -> Iterator[Any]:  # fmt: skip
+        """Yield the response of urllib3. With ``read``, the seconds for all of it, it is read only on demand."""
         import urllib3
 
         configuration = self.client.configuration
@@ -147,14 +155,14 @@ class Api:
             headers["Authorization"] = configuration.get_basic_auth_token()
         if body is not None:
             headers["Content-Type"] = kind or "application/json"
-        timeout = urllib3.Timeout(connect=REQUEST_TIMEOUT_S, read=read or REQUEST_TIMEOUT_S)
+        limits = urllib3.Timeout(connect=timeout, read=read or timeout)
         url = f"{configuration.host}{path}"
         if query:
             from urllib.parse import urlencode
 
             url = f"{url}?{urlencode(query)}"
         answer = self.client.rest_client.pool_manager.request(
-            method, url, body=None if body is None else json.dumps(body), headers=headers, timeout=timeout,
+            method, url, body=None if body is None else json.dumps(body), headers=headers, timeout=limits,
             preload_content=not read, retries=False, redirect=False,
         )  # fmt: skip
         try:
@@ -175,10 +183,15 @@ class Api:
         group = _GROUPS.get(resource.partition("/")[0], "api/v1")
         return f"/{group}/namespaces/{self.namespace}/{resource}{f'/{name}' if name else ''}"
 
-    def list(self, resource: str, selector: str = "", fields: str = "") -> tuple[list[Json], str]:
-        """Return the objects with these labels and fields, and the version of the list for `wait`."""
+    def list(
+        self, resource: str, selector: str = "", fields: str = "", *, timeout: float = 0
+    ) -> tuple[list[Json], str]:
+        """Return the objects with these labels and fields, and the version of the list for `wait`.
+
+        ``timeout`` is as for `request`.
+        """
         query = {name: value for name, value in (("labelSelector", selector), ("fieldSelector", fields)) if value}
-        answer = self.request("GET", self.path(resource), query=query)
+        answer = self.request("GET", self.path(resource), query=query, timeout=timeout)
         return list(answer.get("items") or ()), str(answer.get("metadata", {}).get("resourceVersion", ""))
 
     def create(self, manifest: Json) -> Json:

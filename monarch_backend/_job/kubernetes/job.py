@@ -40,6 +40,8 @@ REMOVE_TIMEOUT_S = 60.0
 WATCH_S = 5.0
 """Seconds until pods are listed again, if the API server reports no change. Quotas change without one."""
 CONNECT_TIMEOUT_S = 2.0
+EVENTS_TIMEOUT_S = 1.0
+"""Seconds for a list of events of lost hosts. Their reason without events must not be late."""
 LOG_LINES = 3
 """Lines of a container's log in the reason of its crash."""
 
@@ -343,11 +345,9 @@ class KubernetesJob(ScheduledJob):
         found, file = super()._why_lost(hosts), self._read()
         if file is None or not any(each.is_final for each in found):
             return found
-        events: dict[str, str] = {}  # by the pod's uid
+        api, events = self._api(file), dict[str, str]()
         with contextlib.suppress(JobError):  # a reason without them is better than none
-            for reason in pods.DISRUPTIONS:
-                for event in self._api(file).list("events", fields=f"involvedObject.kind=Pod,reason={reason}")[0]:
-                    events[event["involvedObject"].get("uid", "")] = f"{reason}: {event.get('message', '')}"
+            events = _disruptions(api)
         causes = [events.get(host.incarnation.partition("/")[0]) for host in hosts]
         return [
             each if cause is None or cause in each.text else LossReason(f"{each.text} ({cause})", each.is_final)
@@ -503,3 +503,12 @@ def _answers(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _disruptions(api: Api) -> dict[str, str]:
+    """Return why pods were ended, by their uids."""
+    return {
+        event["involvedObject"].get("uid", ""): f"{reason}: {event.get('message', '')}"
+        for reason in pods.DISRUPTIONS
+        for event in api.list("events", fields=f"involvedObject.kind=Pod,reason={reason}", timeout=EVENTS_TIMEOUT_S)[0]
+    }
