@@ -30,8 +30,10 @@ class ReadyQueue(deque[asyncio.Handle]):
     steps = 0
 
     def popleft(self) -> asyncio.Handle:
-        self.steps += 1
-        return super().popleft()
+        handle = super().popleft()
+        if not (isinstance(handle, asyncio.TimerHandle) and handle.cancelled()):  # the loop does not run such a timer
+            self.steps += 1
+        return handle
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
