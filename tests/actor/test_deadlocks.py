@@ -341,8 +341,11 @@ def test_member_that_dies_after_its_claim_lets_the_others_raise_at_once(
             member.wait_for_last_step.call_one(probes=place == 0).get(PATIENCE)
         members[dying].die_at_claim.call_one(passes_on).get(PATIENCE)
         assert isinstance(_call(members[0], *members[1:], members[0]).exception(PATIENCE), ActorError)
-        for mesh in members[:dying] + members[dying + 1 :]:
-            assert [kind for kind, _, _ in mesh.taken.call_one().get(PATIENCE)] == ["DeadlockError"]
+        for place, mesh in enumerate(members):
+            if place != dying:
+                [(kind, text, _)] = mesh.taken.call_one().get(PATIENCE)
+                # The error of a former member may reach a later one before its claim does.
+                assert kind == "DeadlockError" or (place > dying and kind == "ActorError"), text
         faults.next()
 
 
