@@ -955,6 +955,7 @@ def test_cleanup_gets_the_failure(lasting: ProcMesh, faults: Faults, tmp_path: P
     doomed = lasting.slice(gpus=0).spawn("doomed", Victim, str(log))
     doomed.raises.broadcast(ValueError("the end"))
     faults.next()
+    until(lambda: lines(log) == ["victim: cleanup ValueError"], "the first actor has cleaned up")
     asynchronous = lasting.slice(gpus=0).spawn("asynchronous", AsyncVictim, str(log))
     asynchronous.stop().get(PATIENCE)
     assert lines(log) == ["victim: cleanup ValueError", "async: cleanup NoneType"]

@@ -159,13 +159,21 @@ def _cycle(*tokens: str) -> list[DeadlockMember]:
     return [DeadlockMember(token * 32, 7, 3, token, 0, "ask", "next.ask", "host", 1) for token in tokens]
 
 
+class _LivingPeer(str):
+    """A process, by the first character of its token. ``gone``: it has not ended."""
+
+    gone = None
+
+
 def _claiming(sent: list[tuple[str, Deadlock]]) -> tuple[DeadlockDetector, Any]:
     """Return the detector of process "0", whose actor 7 waits for call 3. ``sent`` gets its messages and receivers."""
     detector, wait, peer = _detector(None)
     wait.ref, wait.claim, wait.fail = 3, lambda: True, lambda error: sent.append(("raised", error))
     runtime: Any = detector._runtime
     runtime.progress = SimpleNamespace(later=lambda *_: None, wake=lambda: None)
-    runtime.router = SimpleNamespace(peer=lambda token: token[0], tell=lambda to, message: sent.append((to, message)))
+    runtime.router = SimpleNamespace(
+        peer=lambda token: _LivingPeer(token[0]), tell=lambda to, message: sent.append((to, message))
+    )
     runtime.runners.clear()
     return detector, peer
 
