@@ -1,6 +1,7 @@
-"""A pending call on two nodes of Slurm with PyTorch Monarch: `torchmonarch_peer.py FOLDER`.
+"""A pending call on two nodes of a scheduler with PyTorch Monarch: `torchmonarch_peer.py KIND FOLDER`.
 
-slurm_jobs.py has the protocol. It runs in .envs/peer-torchmonarch, and imports nothing from this project.
+KIND is "slurm" or "attached", for pods of others. _job_faults.py has the protocol. It runs in .envs/peer-torchmonarch,
+and imports nothing from this project.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import time
 from typing import Any
 
 import monarch.actor
-from monarch._src.job.slurm import SlurmJob
 from monarch.actor import Actor, endpoint
 
 
@@ -29,10 +29,24 @@ class Sleeper(Actor):
         time.sleep(600)
 
 
+def job_of(kind: str, folder: str, *options: str) -> Any:
+    if kind == "slurm":
+        from monarch._src.job.slurm import SlurmJob
+
+        return SlurmJob({"workers": 2}, python_exe=sys.executable, exclusive=False, log_dir=folder)
+    from monarch.job.kubernetes import KubernetesJob
+
+    [namespace] = options
+    job = KubernetesJob(namespace)
+    job.add_mesh("workers", 2)
+    return job
+
+
 def main() -> None:
     monarch.actor.unhandled_fault_hook = lambda _: None
+    print(json.dumps("begun"), flush=True)
     begun = time.time()
-    job = SlurmJob({"workers": 2}, python_exe=sys.executable, exclusive=False, log_dir=sys.argv[1])
+    job = job_of(*sys.argv[1:])
     job.apply()
     procs = job.state(cached_path=None).workers.spawn_procs(per_host={"gpus": 1}, name="workers")
     sleepers: Any = procs.spawn("sleepers", Sleeper)
