@@ -171,6 +171,7 @@ bench: $(VENV)/.bench  ## run all benchmarks; results on the terminal, tables an
 	$(BIN)/python benchmarks/actors.py
 	-$(BIN)/python benchmarks/hosts.py
 	-$(BIN)/python benchmarks/slurm_jobs.py
+	-$(BIN)/python benchmarks/kubernetes_jobs.py
 	$(BIN)/python benchmarks/rdma.py
 	-test -d .envs/rdma/ibverbs || $(BIN)/pip install -q --no-deps --target .envs/rdma ibverbs
 	-PYTHONPATH=$(CURDIR)/.envs/rdma tools/rxe_guest.sh $(CURDIR)/$(BIN)/python benchmarks/rdma.py --only verbs --rounds 3

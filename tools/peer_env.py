@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Builds a virtual environment with another library, for benchmarks/actors.py, hosts.py, rdma.py and slurm_jobs.py.
+"""Builds a virtual environment with another library, for benchmarks of actors, hosts, jobs and rdma.
 
     python tools/peer_env.py torchmonarch ray     # makes .envs/peer-torchmonarch and .envs/peer-ray; again: no change
     python tools/peer_env.py nixl                 # .envs/peer-nixl; x86-64 and arm64
@@ -22,7 +22,7 @@ from torch_env import ROOT, BuildError, Environment, call, say
 RECIPE = 1  # raise it when environments that were built before must be built again
 # name -> (what pip installs, the module that must import)
 PEERS = {
-    "torchmonarch": (["torchmonarch==0.7.0"], "monarch.actor"),
+    "torchmonarch": (["torchmonarch[kubernetes]==0.7.0"], "monarch.job.kubernetes"),
     "ray": (["ray==2.60.0"], "ray"),
     # Not the package "nixl", which brings the builds for two releases of CUDA; on CPU memory this one needs none.
     "nixl": (["nixl-cu12==1.5.1"], "nixl_cu12._api"),
