@@ -127,7 +127,10 @@ class KubernetesTestbed(Testbed):
         self.cluster.tell_kubelet(f"crash {self.crashed}")
 
     def left(self) -> str:
-        """Return the objects by their kinds, and the numbers of processes in pods and on the program's host."""
+        """Return the objects by their kinds, and the numbers of processes in pods and on the program's host.
+
+        When kill() returns, the program's own processes are among the latter.
+        """
         objects = Counter(each.partition("/")[0] for each in self.cluster.objects(NAMESPACE))
         found = [f"{count} {kind}" for kind, count in objects.items()] or ["no objects"]
         found.append(f"{len(self._in_pods())} processes in pods")
