@@ -10,17 +10,14 @@ from dataclasses import replace
 
 from monarch_backend import _native
 from monarch_backend._actor.actor import Actor, endpoint
-from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry import (
     gpu_memory,
-    jobs,
     late_ranks,
     process_signals,
     profile_result,
     program_output,
     program_recording,
     py_spy,
-    whereabouts,
 )
 from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.profiles import Profile
@@ -39,17 +36,6 @@ MESSAGES = EventFilter((Kind.MESSAGE,))
 
 Refusal = tuple[str, str]
 """Name of an exception, and its text."""
-
-
-def places(pids: list[int]) -> list[str]:
-    """Return where processes of this machine are in their programs, as `whereabouts.place_of` does."""
-    process_of = {process.pid: process for job in jobs.running().values() for process in job}
-
-    def place(pid: int) -> str:
-        process = process_of.get(pid)
-        return "gone" if process is None else whereabouts.place_of(process, late_ranks.PLACE_TIMEOUT_S)
-
-    return in_parallel(place, pids)
 
 
 class HostReader(Actor):
@@ -99,7 +85,7 @@ class HostReader(Actor):
     @endpoint
     def places(self, pids: list[int]) -> list[str]:
         """Return where processes of this host are in their programs."""
-        return places(pids)
+        return late_ranks.places_of(pids)
 
     @endpoint
     def look(self) -> tuple[list[Program], dict[ProcessKey, Rates]]:

@@ -230,7 +230,7 @@ class Inspection:
 
     def _places(self, host: str, pids: list[int]) -> list[str]:
         if not host:
-            return host_reader.places(pids)
+            return late_ranks.places_of(pids)
         try:
             found: list[str] = _get(self._readers[host].looks.places.call_one(pids))
         except Exception as error:  # a place is a part of a text only

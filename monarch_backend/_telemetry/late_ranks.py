@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -126,7 +127,9 @@ def _groups(processes: Iterable[RecordedProcess]) -> list[list[tuple[RecordedPro
 
 def of_job(processes: Iterable[RecordedProcess]) -> list[LateRank]:
     """Return the late ranks of a job's processes."""
-    return _with_places([each for members in _groups(processes) for each in _of_group(members)])
+    late = [each for members in _groups(processes) for each in _of_group(members)]
+    places = _places([each.process for each in late])
+    return [_late_rank(each, place) for each, place in zip(late, places, strict=True)]
 
 
 def behind(group: int, number: int) -> list[tuple[int, str]]:
@@ -137,20 +140,30 @@ def behind(group: int, number: int) -> list[tuple[int, str]]:
     try:
         late = [
             (activity.rank, process)
-            for job in jobs.running().values()
-            for process in job
+            for process in _running()
             for activity in filter(_is_of_all, process.activities)
             if activity.trace == group and activity.state != State.RUNNING and activity.count < number
         ]
-        places = in_parallel(lambda each: whereabouts.place_of(each[1], PLACE_TIMEOUT_S), late)
+        places = _places([process for _, process in late])
         return [(rank, place) for (rank, _), place in zip(late, places, strict=True)]
     except Exception:  # as in place_of_rank
         return []
 
 
-def _with_places(late: list[_Late]) -> list[LateRank]:
-    places = in_parallel(lambda each: whereabouts.place_of(each.process, PLACE_TIMEOUT_S), late)
-    return [_late_rank(each, place) for each, place in zip(late, places, strict=True)]
+def places_of(pids: Collection[int]) -> list[str]:
+    """Return where processes of this machine are in their programs, "gone" for those that do not run."""
+    asked = [process for process in _running() if process.pid in pids]
+    place_of = dict(zip((process.pid for process in asked), _places(asked), strict=True))
+    return [place_of.get(pid, "gone") for pid in pids]
+
+
+def _running() -> Iterator[RecordedProcess]:
+    """Return the running processes of this machine."""
+    return itertools.chain.from_iterable(jobs.running().values())
+
+
+def _places(processes: list[RecordedProcess]) -> list[str]:
+    return in_parallel(lambda each: whereabouts.place_of(each, PLACE_TIMEOUT_S), processes)
 
 
 def _late_rank(late: _Late, place: str) -> LateRank:
@@ -209,13 +222,12 @@ def place_of_rank(group: int, rank: int, pid: int) -> str | None:
     ``group``: identity of the group.
     """
     try:
-        for job in jobs.running().values():
-            for process in job:
-                if process.pid == pid and any(
-                    each.kind == Kind.COLLECTIVE and each.trace == group and each.rank == rank
-                    for each in process.activities
-                ):
-                    return whereabouts.place_of(process, PLACE_TIMEOUT_S)
+        for process in _running():
+            if process.pid == pid and any(
+                each.kind == Kind.COLLECTIVE and each.trace == group and each.rank == rank
+                for each in process.activities
+            ):
+                return whereabouts.place_of(process, PLACE_TIMEOUT_S)
     except Exception:  # no /proc, or no access to it: the text of an error must not hide the error
         return None
     return None
