@@ -59,9 +59,7 @@ PRELOAD = (
 
 
 class Daemon:
-    def __init__(
-        self, *known: bytes, workers: Sequence[str] = (), ignores_sigterm: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, *known: bytes, workers: Sequence[str] = (), ignores_sigterm: bool = False) -> None:
         self._workers = tuple(workers)
         self._spawner = Spawner(self._event, preload=PRELOAD, ignores_sigterm=ignores_sigterm)
         self._closing = False
@@ -319,7 +317,7 @@ def serve(
 
 def _give_notice(
     daemon: Daemon, seconds: float, reason: str, ends: Sequence[int], next_signal: Callable[..., int]
-) -> None:  # fmt: skip
+) -> None:
     """Announce the host's end, and return when it has to end: in time, without controllers, or by one of ``ends``."""
     until = time.monotonic() + seconds
     if daemon.has_controllers:

@@ -93,7 +93,7 @@ class Api:
     ) -> Json:  # fmt: skip
         """Return the answer to a request, as JSON. Repeat it for some seconds while the server does not answer.
 
-        With ``timeout`` it is not repeated, and has so many seconds.
+        ``timeout``: seconds for a single attempt, without repetition. 0 stands for the usual limits.
 
         Raises ApiRefusal with the server's message if it refuses, and JobError if it cannot be reached.
         """

@@ -140,5 +140,5 @@ def _key(*parts: object) -> str:
 
 
 requests = LineRequests()
-atexit.register(lambda: requests.end())
+atexit.register(requests.end)
 fork.register(fork.Step.GROUP_WATCH, after_in_child=requests.__init__)  # type: ignore[misc]  # no thread in the child
