@@ -44,10 +44,7 @@ class Faults:
         fault = FAULTS.get(step)
         if fault is not None and fault not in self.done:
             self.done.append(fault)
-            if fault in ("expire", "renew", "restart"):
-                getattr(self, fault)(run.job)
-            else:
-                getattr(self, fault)(run.job.status())
+            getattr(self, fault)(run.job)
 
     def expire(self, job: Any) -> None:
         self._kubeconfig.write_text(self._valid.replace(USER, "expired"))
@@ -64,30 +61,30 @@ class Faults:
         (self._marks / "restart").touch()
         wait_until((self._marks / "stopped").exists)
 
-    def _pod(self, statuses: Any, index: int) -> str:
-        return str(statuses[index].log.split()[1])
+    def _pod(self, job: Any, index: int) -> str:
+        return str(job.status()[index].log.split()[1])
 
-    def kill(self, statuses: Any) -> None:
-        self._kube.tell_kubelet(f"kill {self._pod(statuses, 1)}")
+    def kill(self, job: Any) -> None:
+        self._kube.tell_kubelet(f"kill {self._pod(job, 1)}")
 
-    def oom(self, statuses: Any) -> None:
-        self._kube.tell_kubelet(f"oom {self._pod(statuses, 0)}")
+    def oom(self, job: Any) -> None:
+        self._kube.tell_kubelet(f"oom {self._pod(job, 0)}")
 
-    def evict(self, statuses: Any) -> None:
-        self._kube.tell_kubelet(f"evict {self._pod(statuses, 1)}")
+    def evict(self, job: Any) -> None:
+        self._kube.tell_kubelet(f"evict {self._pod(job, 1)}")
 
-    def delete(self, statuses: Any) -> None:
-        path = f"/api/v1/namespaces/{self._namespace}/pods/{self._pod(statuses, 2)}"
+    def delete(self, job: Any) -> None:
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{self._pod(job, 2)}"
         Api(self._kube.server, ADMIN)("DELETE", path)
 
-    def cut(self, statuses: Any) -> None:
-        self._kube.tell_kubelet(f"cut {self._pod(statuses, 3)}")
+    def cut(self, job: Any) -> None:
+        self._kube.tell_kubelet(f"cut {self._pod(job, 3)}")
 
-    def crash(self, statuses: Any) -> None:
-        self.crashed = statuses[0].log.rpartition(" ")[2]
+    def crash(self, job: Any) -> None:
+        self.crashed = job.status()[0].log.rpartition(" ")[2]
         self._kube.tell_kubelet(f"crash {self.crashed}")
 
-    def heal(self, statuses: Any) -> None:
+    def heal(self, _job: Any) -> None:
         self._kube.tell_kubelet(f"start {self.crashed}")
 
 
