@@ -6,7 +6,7 @@
 
 Each has the torch of constraints.txt, for the CPU, put there before the library so that pip does not fetch another
 one; how a CUDA build of torch becomes one for the CPU is in torch_env.py. This checkout is not installed in them.
-What is measured, and how, is in benchmarks/actor_peers, host_stations and rdma_stations.
+What is measured, and how, is in benchmarks/actor_peers, host_runners, job_runners and rdma_runners.
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ others.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from _protocol import Started, serve
 
 import monarch_backend.actor
 from monarch_backend.actor import Actor, endpoint
@@ -53,27 +55,20 @@ def job_of(kind: str, folder: Path, *options: str) -> tuple[Job, list[str]]:
     return job, meshes
 
 
-def main() -> None:
-    monarch_backend.actor.unhandled_fault_hook = lambda _: None
-    print(json.dumps("begun"), flush=True)
-    begun = time.time()
+def start() -> Started:
     job, meshes = job_of(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
     job.apply()
     state = job.state()
     sleepers = [getattr(state, each).spawn_procs({"gpus": 1}).spawn("sleepers", Sleeper) for each in meshes]
     pids = [pid for each in [each.pid.call() for each in sleepers] for pid in each.get().values()]
-    print(json.dumps([time.time() - begun, pids]), flush=True)
-    futures = [each.sleep.call() for each in sleepers]
-    if sys.stdin.readline() != "end\n":
-        try:
-            futures[0].get()
-        except Exception as error:
-            print(json.dumps([time.time(), str(error)]), flush=True)
-        sys.stdin.readline()
-    begun = time.time()
-    job.kill()
-    print(json.dumps(time.time() - begun), flush=True)
+
+    def call() -> Callable[[], object]:
+        futures = [each.sleep.call() for each in sleepers]
+        return lambda: futures[0].get()
+
+    return pids, call, job.kill
 
 
 if __name__ == "__main__":
-    main()
+    monarch_backend.actor.unhandled_fault_hook = lambda _: None
+    serve(start)

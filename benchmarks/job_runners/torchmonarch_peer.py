@@ -6,13 +6,13 @@ and imports nothing from this project.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from typing import Any
 
 import monarch.actor
+from _protocol import Started, serve
 from monarch.actor import Actor, endpoint
 
 
@@ -42,29 +42,16 @@ def job_of(kind: str, folder: str, *options: str) -> Any:
     return job
 
 
-def main() -> None:
-    monarch.actor.unhandled_fault_hook = lambda _: None
-    print(json.dumps("begun"), flush=True)
-    begun = time.time()
+def start() -> Started:
     job = job_of(*sys.argv[1:])
     job.apply()
     procs = job.state(cached_path=None).workers.spawn_procs(per_host={"gpus": 1}, name="workers")
     sleepers: Any = procs.spawn("sleepers", Sleeper)
     pids = [pid for _, pid in sleepers.pid.call().get().items()]
-    print(json.dumps([time.time() - begun, pids]), flush=True)
-    future = sleepers.sleep.call()
-    if sys.stdin.readline() != "end\n":
-        try:
-            future.get()
-        except Exception as error:
-            print(json.dumps([time.time(), str(error)]), flush=True)
-        sys.stdin.readline()
-    begun = time.time()
-    job.kill()
-    print(json.dumps(time.time() - begun), flush=True)
-    sys.stdout.flush()
-    os._exit(0)
+    return pids, lambda: sleepers.sleep.call().get, job.kill
 
 
 if __name__ == "__main__":
-    main()
+    monarch.actor.unhandled_fault_hook = lambda _: None
+    serve(start)
+    os._exit(0)
