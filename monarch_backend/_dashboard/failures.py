@@ -25,6 +25,8 @@ MAX_LOG_LINES = 10_000
 """Last lines of the failed processes of a program in which those of each one are looked for."""
 
 _MAX_CHAIN = 20
+_RECORDING_DELAY_NS = 10**9
+"""A message's end is recorded after its reply is sent, so the end of the caller may be recorded before it."""
 
 
 @dataclass(eq=False)
@@ -77,7 +79,10 @@ def _failure(failed: _Failed, others: list[_Failed], recording: Recording) -> Fa
 
 
 def _cause_of(failed: _Failed, others: list[_Failed]) -> _Failed | None:
-    """Return the last failed message that was sent by the same process and handled while this message ran."""
+    """Return the last failed message that was sent by the same process and handled while this message ran.
+
+    One that ended before this message comes before one whose end was recorded a moment later.
+    """
     identity = failed.process.recorded.identity
     if failed.event.kind != Kind.MESSAGE or not identity:
         return None
@@ -87,10 +92,10 @@ def _cause_of(failed: _Failed, others: list[_Failed]) -> _Failed | None:
         if each is not failed
         and each.event.kind == Kind.MESSAGE
         and each.event.trace == identity
-        and failed.start_ns <= each.start_ns
-        and each.event.end_ns <= failed.event.end_ns
+        and failed.start_ns <= each.start_ns <= failed.event.end_ns
+        and each.event.end_ns <= failed.event.end_ns + _RECORDING_DELAY_NS
     ]
-    return max(inner, key=lambda each: each.event.end_ns, default=None)
+    return max(inner, key=lambda each: (each.event.end_ns <= failed.event.end_ns, each.event.end_ns), default=None)
 
 
 def _cause(failed: _Failed) -> Cause:
