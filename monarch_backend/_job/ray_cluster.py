@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from monarch_backend._core.errors import first_line
@@ -154,10 +157,23 @@ class RayJob(ScheduledJob):
             raise JobError(f"a RayJob needs the package ray (pip install ray): {error}") from None
         if not ray.is_initialized():
             try:
+                self._check_that_it_listens()
                 ray.init(self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
             except Exception as error:  # Ray raises many kinds
                 raise JobError(f"no Ray cluster at {self._address!r}: {first_line(error)}") from error
         return ray
+
+    def _check_that_it_listens(self) -> None:
+        """Raise OSError if there is nothing at the cluster's address: `ray.init` would try for a quarter of an hour."""
+        if (where := _address(self._address)) is None:
+            return
+        try:
+            socket.create_connection(where, CLUSTER_TIMEOUT_S).close()
+        except OSError as error:
+            cure = "is its head node up (ray status)?"
+            if self._address == "auto":
+                cure += " A cluster that was killed leaves its address: `ray stop` removes it"
+            raise OSError(f"{where[0]}:{where[1]}: {first_line(error)}; {cure}") from error
 
     def _within(self, seconds: float, call: Callable[[], _T]) -> _T:
         """Return ``call()``, which asks Ray. Its many errors, and its silence while its GCS is down, are a JobError."""
@@ -290,6 +306,19 @@ def _without_warnings(logger: str) -> Iterator[None]:
 
 _tethered: list[Any] = []
 """Actors of tethered jobs. Ray ends them when this program has no handle of them."""
+
+
+def _address(address: str) -> tuple[str, int] | None:
+    """Return host and port of a cluster. None if they are not known: `ray.init` then looks for a cluster here."""
+    if address == "auto" and not (address := os.environ.get("RAY_ADDRESS", "")):
+        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+        with contextlib.suppress(OSError):
+            address = Path(folder, "ray", "ray_current_cluster").read_text().strip()
+    url = urllib.parse.urlsplit(address if "://" in address else f"ray://{address}")
+    try:
+        return (url.hostname, url.port) if url.hostname and url.port else None
+    except ValueError:  # not a port
+        return None
 
 
 def _group_name(file: JobFile) -> str:

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,12 +56,50 @@ cluster.shutdown()
 """Program with three nodes, which loses and adds one when it is told so. It ends with its standard input."""
 
 
-class RayCluster:
-    """A Ray cluster of three nodes, in a process of its own."""
+AUTOSCALED = """
+import json, os, subprocess, sys
+import ray
 
-    def __init__(self) -> None:
+port = sys.argv[1]
+address = f"{ray.util.get_node_ip_address()}:{port}"
+unused = dict.fromkeys(["auth", "docker", "file_mounts"], {}) | dict.fromkeys(
+    ["cluster_synced_files", "head_setup_commands", "head_start_ray_commands", "initialization_commands",
+     "rsync_exclude", "rsync_filter", "setup_commands", "worker_setup_commands", "worker_start_ray_commands"], [])
+config = unused | {
+    "cluster_name": "test",
+    "provider": {"type": "fake_multinode", "gcs_address": address, "use_node_id_as_ip": True,
+                 "disable_node_updaters": True, "disable_launch_config_check": True},
+    "available_node_types": {
+        "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+        "worker": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 3},
+    },
+    "head_node_type": "ray.head.default", "max_workers": 3, "upscaling_speed": 10.0, "idle_timeout_minutes": 0.05,
+    "file_mounts_sync_continuously": False,
+}
+path = os.path.join(os.environ["RAY_TMPDIR"], "autoscaler.json")
+with open(path, "w") as file:
+    json.dump(config, file)
+command = [os.path.join(sys.prefix, "bin", "ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=0",
+           "--include-dashboard=false", f"--autoscaling-config={path}"]
+environment = {**os.environ, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+head = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+for line in head.stdout:
+    if "Ray runtime started" in line:
+        print(address, flush=True)
+        break
+sys.stdin.read()
+head.terminate()
+head.communicate()
+"""
+"""Program with a head node on a port, its argument, and Ray's autoscaler, which adds up to three nodes."""
+
+
+class RayCluster:
+    """A Ray cluster that a program starts, in a process of its own. The default has three nodes."""
+
+    def __init__(self, program: str = CLUSTER, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         KEPT_PIDS.add(self.process.pid)
         self.address = self._answer()
@@ -121,6 +160,11 @@ def daemons() -> set[int]:
                 if psutil.Process(process.info["ppid"]).name().startswith("ray::"):
                     found.add(process.pid)
     return found
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def ranks(job: Job) -> list[int]:
@@ -214,6 +258,58 @@ def test_host_of_a_lost_node_starts_on_a_new_node(job: Callable[..., RayJob], ra
     in_program(apply_and_lose, timeout=120)
     ray_cluster.add_node()
     assert in_program(lambda: ranks(mine), timeout=120) == [0, 1, 2]
+
+
+def test_autoscaler_adds_nodes_for_the_hosts_and_removes_them_after_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True)
+    monkeypatch.setenv("RAY_TMPDIR", folder.name)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+    def program(address: str) -> tuple[list[int], int]:
+        import ray
+
+        def nodes() -> int:
+            return sum(node["Alive"] for node in ray.nodes())
+
+        mine = RayJob({"trainers": 2}, address=address, path=tmp_path / "job.json")
+        mine.apply(timeout=120)
+        found, most = ranks(mine), nodes()
+        mine.kill()
+        wait_until(lambda: nodes() == 1, 60)
+        return found, most
+
+    with folder:
+        cluster = RayCluster(AUTOSCALED, str(free_port()))
+        try:
+            assert in_program(program, cluster.address, timeout=200) == ([0, 1], 3)
+        finally:
+            started = psutil.Process(cluster.process.pid).children(recursive=True)
+            cluster.close()
+            for each in psutil.wait_procs(started, timeout=20)[1]:
+                each.kill()  # the head node does not know the autoscaler's nodes
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "auto"])
+def test_cluster_that_does_not_listen_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    port = free_port()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{port}")  # of a cluster that was killed
+    job = RayJob({"trainers": 1}, address=address.format(port=port), path=tmp_path / "job.json")
+
+    def program() -> str:
+        with pytest.raises(JobError) as caught:
+            job.apply()
+        return str(caught.value)
+
+    text = in_program(program)
+    assert "no Ray cluster at" in text and f"127.0.0.1:{port}" in text and "ray status" in text
 
 
 def test_tethered_job_ends_with_its_killed_program(job: Callable[..., RayJob]) -> None:
