@@ -1,8 +1,9 @@
 """Node agent for tests: runs the pods of a real Kubernetes control plane as processes in namespaces.
 
 It registers nodes, sends their heartbeats, and runs the first container of each pod that the scheduler binds to them. A
-pod has its own network, processes, hostname, mounts and /tmp, and the machine's other files in place of an image.
-Images whose name contains "missing" cannot be pulled. Logs, port-forwarding and exec are served over HTTPS.
+pod has its own network, processes, hostname, mounts and /tmp. Its other files are those of its image, where the image
+is known here, or the machine's. Images whose name contains "missing" cannot be pulled. Logs, port-forwarding and exec
+are served over HTTPS.
 
 `python -m tests.k8s.kubelet` reads a JSON object on its first line of input. Each further line is a command:
 
@@ -12,6 +13,7 @@ Images whose name contains "missing" cannot be pulled. Logs, port-forwarding and
 - ``evict POD``: its container ends, and the pod fails, as on a node without memory
 - ``kill POD``: SIGKILL for its youngest process
 - ``drop``: all connections of port-forwarding break
+- ``image NAME JSON``: an image with the folder ``root`` of its files, its ``user`` and its variables ``env``
 """
 
 from __future__ import annotations
@@ -47,15 +49,23 @@ CUT_S = 6.0
 FIRST_PORT = 10250
 EVICTION = "The node was low on resource: memory."
 
-# Enter the pod: hostname, /tmp, the files of volumes. Then wait until the network is there.
+# Enter the pod: hostname, /tmp, the files of volumes. Then wait until the network is there. Arguments: name, folder,
+# root and user of the image (empty: the machine's files), the container's command.
 _ENTER = """
 set -e
-hostname "$1"; cd "$2"; shift 2
-mount -t tmpfs tmpfs /tmp
-mount -t tmpfs tmpfs /dev/shm
-mount -t tmpfs tmpfs /run
-mount --bind hosts /etc/hosts
-while read -r from to; do mkdir -p "$to"; mount --bind "$from" "$to"; done < mounts
+hostname "$1"; cd "$2"; root="$3"; user="$4"; shift 4
+if [ -n "$root" ]; then
+    mount --bind "$root" "$root"
+    mount -t proc proc "$root/proc"
+    mount --rbind /dev "$root/dev"
+    touch "$root/etc/hosts"
+    set -- chroot --userspec="$user" "$root" "$@"
+fi
+mount -t tmpfs tmpfs "$root/tmp"
+mount -t tmpfs tmpfs "$root/dev/shm"
+mount -t tmpfs tmpfs "$root/run"
+mount --bind hosts "$root/etc/hosts"
+while read -r from to; do mkdir -p "$root$to"; mount --bind "$from" "$root$to"; done < mounts
 exec 3>>log
 cd /
 echo ready
@@ -192,6 +202,7 @@ class Kubelet:
         self.environment: dict[str, str] = plan["environment"]
         self.ports = {name: FIRST_PORT + index for index, name in enumerate(self.nodes)}
         self.pods: dict[str, Pod] = {}
+        self.images: dict[str, Json] = {}
         self.crashed: set[str] = set()
         self.forwarded: set[socket.socket] = set()
         self.stop = threading.Event()
@@ -248,6 +259,9 @@ class Kubelet:
                     heal.start()
                 else:
                     pod.kill_worker()
+            elif what == "image":
+                name, _, text = node.partition(" ")
+                self.images[name] = json.loads(text)
             elif what == "drop":
                 for each in list(self.forwarded):
                     with contextlib.suppress(OSError):
@@ -380,10 +394,12 @@ class Kubelet:
         self._write_files(pod)
         namespaces = ["--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         words = [*pod.container.get("command", ()), *pod.container.get("args", ())]
+        image = self.images.get(pod.container["image"], {})
+        words = [pod.name, str(pod.folder), image.get("root", ""), image.get("user", ""), *words]
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces]  # it ends also if this process is killed
         with open(pod.folder / "log", "ab") as log:
             pod.process = subprocess.Popen(
-                [*command, "sh", "-c", _ENTER, "sh", pod.name, str(pod.folder), *words],
+                [*command, "sh", "-c", _ENTER, "sh", *words],
                 env=self._variables(pod), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd="/",
                 start_new_session=True,
             )  # fmt: skip
@@ -429,7 +445,8 @@ class Kubelet:
             "status.podIP": pod.address,
             "spec.nodeName": pod.node,
         }
-        found = dict(self.environment)
+        image = self.images.get(pod.container["image"])
+        found = dict(self.environment if image is None else image["env"])
         for each in pod.container.get("env", ()):
             source = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
             found[each["name"]] = fields[source] if source else each.get("value", "")
@@ -551,7 +568,16 @@ class Kubelet:
             request.end_headers()
             request.wfile.write(body)
         elif what == "exec":
-            command = ["nsenter", f"--target={found[0].first_pid()}", "--mount", "--uts", "--ipc", "--net", "--pid"]
+            command = [
+                "nsenter",
+                f"--target={found[0].first_pid()}",
+                "--mount",
+                "--uts",
+                "--ipc",
+                "--net",
+                "--pid",
+                "--root",
+            ]
             is_tty = query.get("tty", [""])[0] in ("1", "true")
             exec_server.serve(request, [*command, *query["command"]], is_tty=is_tty, protocols=(exec_server.V4,))
         elif what == "portForward":
