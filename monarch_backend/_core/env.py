@@ -172,6 +172,12 @@ _TABLE = (
     Setting("MONARCH_LOG_HISTORY_BYTES", "integer", 8 << 20, "bytes",
             "give 0 for none, or bytes from 65536 to 17179869184", _zero_or(1 << 16, 1 << 34),
             "Last output of a program's processes that is kept for `monarch-backend logs`."),
+    Setting("MONARCH_LOG_DIR", "path", "", "", "a folder, which is made if it is missing", str,
+            "Folder of the files with the last output of programs. Unset: `monarch_backend-UID/logs` among the "
+            "temporary files."),
+    Setting("MONARCH_LOG_FILES", "integer", 16, "files", "give 0 to keep the output in memory, or files up to 10000",
+            _number(0, 10_000),
+            "Programs whose last output stays on disk after their end. 0: output ends with its program."),
     Setting("MONARCH_WAIT_NOTICE", "integer", 10, "seconds", "give 0 for never, or seconds from 1 to 1000000",
             _zero_or(1, 1000000),
             "Time after which a wait for a call logs which ranks are missing and where they are. 0: never."),

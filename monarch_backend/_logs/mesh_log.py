@@ -19,6 +19,7 @@ from typing import Any
 
 from monarch_backend._logs.dedup import LineDeduplicator, RateLimit, ranks_of
 from monarch_backend._logs.line_splitter import LineSplitter, read_records
+from monarch_backend._telemetry import log_files
 from monarch_backend._telemetry.log_history import LogHistory
 
 STDOUT, STDERR = 1, 2
@@ -254,7 +255,15 @@ class MeshLog:
         label = self._history_labels.get(rank)
         if label is None:
             label = self._history_labels[rank] = f"{self._label([rank])} of {self.name}"
-        history.append(label, self._pid_of(rank), stream, b"\n".join(lines))
+        try:
+            history.append(label, self._pid_of(rank), stream, b"\n".join(lines))
+        except OSError as error:
+            self.history = None
+            self._note(
+                1 << rank,
+                f"cannot keep the output of mesh {self.name!r} for `monarch-backend logs`: {error.strerror}; free space "
+                f"in {log_files.folder()}, or set MONARCH_LOG_DIR",
+            )
 
     def _write_file(self, rank: int, stream: int, lines: list[bytes]) -> None:
         try:

@@ -49,18 +49,22 @@ def areas() -> Iterator[Area]:
             yield area
 
 
-def descriptor_named(pid: int, name: str) -> int | None:
-    """Return the descriptor of a process's memory file with this name. Return None if there is none to see."""
+def descriptor_named(pid: int, name: str, suffix: str | None = None) -> int | None:
+    """Return the descriptor of a process's memory file with this name, or of its file with this suffix.
+
+    Return None if there is none to see.
+    """
     try:
         descriptors = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # ended, or another user's
         return None
-    return next((int(each) for each in descriptors if is_named(pid, each, name)), None)
+    return next((int(each) for each in descriptors if is_named(pid, each, name, suffix)), None)
 
 
-def is_named(pid: int, descriptor: int | str, name: str) -> bool:
-    """Return whether a descriptor of a process is a memory file with this name."""
+def is_named(pid: int, descriptor: int | str, name: str, suffix: str | None = None) -> bool:
+    """Return whether a descriptor of a process is a memory file with this name, or a file with this suffix."""
     try:
-        return os.readlink(f"/proc/{pid}/fd/{descriptor}") == f"/memfd:{name} (deleted)"
+        path = os.readlink(f"/proc/{pid}/fd/{descriptor}")
     except OSError:
         return False
+    return path == f"/memfd:{name} (deleted)" or (suffix is not None and path.endswith(suffix))

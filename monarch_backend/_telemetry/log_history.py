@@ -1,6 +1,7 @@
-"""Log history: the last output of the processes that one process has started, in memory that other processes can read.
+"""Log history: the last output of the processes that one process has started, in a file that other processes can read.
 
-The memory file has no name in the file system, and ends with its owner. Readers find it in /proc/PID/fd.
+It is a file of log_files.py, which outlives its owner. Where none can be made, it is a memory file without a name, which
+ends with its owner. Readers find either in /proc/PID/fd.
 
 Layout, in the byte order of the machine: a page with a JSON object and, from `_ENDS_AT` on, two 64-bit numbers, tail
 and head. Then a ring of records. Tail and head count bytes since the start; a position modulo the size of the ring is a
@@ -12,23 +13,25 @@ everything between both and then drops what lies before the new tail. So it need
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from monarch_backend._core import env
-from monarch_backend._telemetry import recording_area
+from monarch_backend._telemetry import log_files, recording_area
 
 HISTORY_NAME = "monarch-log-history"
 """Name of the memory file, by which readers find it."""
 
 STREAM_NAMES = {1: "stdout", 2: "stderr"}
 
-_VERSION = 1
+_VERSION = 2
 _PAGE = 4096
 _ENDS_AT = 4080  # of tail and head in the first page
 _HEADER = struct.Struct("=QdIIHBx")  # position, time, bytes of text, pid, bytes of the label, stream
@@ -50,7 +53,8 @@ class LogLine:
 class LogHistory:
     r"""Writer of a history of at most ``size`` bytes, which is rounded up to pages. One thread at a time appends.
 
-    Raises OSError without memory or descriptors.
+    ``descriptor`` is that of an empty file, which the history closes. Without one it is in memory. Raises OSError
+    without memory, space or descriptors; the descriptor stays the caller's.
 
     >>> history = LogHistory(1 << 16)
     >>> history.append("gpus 3", 4711, 1, b"loading\nready")
@@ -59,22 +63,28 @@ class LogHistory:
     >>> history.close()
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, descriptor: int | None = None) -> None:
         self.size = -(-max(size, _PAGE) // _PAGE) * _PAGE
-        self.descriptor = os.memfd_create(HISTORY_NAME, os.MFD_CLOEXEC)
+        self._owner = os.getpid()
+        made = os.memfd_create(HISTORY_NAME, os.MFD_CLOEXEC) if descriptor is None else descriptor
+        self.descriptor, self._is_file = made, descriptor is not None
         try:
-            os.ftruncate(self.descriptor, _PAGE + self.size)
-            about = {"version": _VERSION, "size": self.size, "owner": os.getpid()}
-            os.pwrite(self.descriptor, json.dumps(about).encode(), 0)
-            self._memory = mmap.mmap(self.descriptor, _PAGE + self.size)
+            os.ftruncate(made, _PAGE + self.size)
+            about = {"version": _VERSION, "size": self.size, "owner": self._owner, "program": " ".join(sys.argv)[:1024]}
+            os.pwrite(made, json.dumps(about).encode().ljust(_PAGE, b"\0"), 0)
+            self._memory = mmap.mmap(made, _PAGE + self.size)
         except BaseException:
-            os.close(self.descriptor)
+            if descriptor is None:
+                os.close(made)
             raise
         self._ends = memoryview(self._memory)[_ENDS_AT:_PAGE].cast("Q")  # it stores each number at once
         self._tail = self._head = 0
 
     def append(self, label: str, pid: int, stream: int, text: bytes) -> None:
-        """Add text, of one or more lines without the last line's end. The oldest records make room for it."""
+        """Add text, of one or more lines without the last line's end. The oldest records make room for it.
+
+        Raises OSError where the disk is full. The history stays as it was.
+        """
         name = label.encode(errors="replace")[:_MAX_LABEL_BYTES]
         limit = self.size // 2 - 2 * _HEADER_BYTES - len(name)
         if len(text) > limit:  # no record may fill the ring
@@ -97,12 +107,20 @@ class LogHistory:
     def _put(self, position: int, data: bytes) -> None:
         at = position % self.size
         first = min(len(data), self.size - at)
-        self._memory[_PAGE + at : _PAGE + at + first] = data[:first]
-        if first < len(data):
-            self._memory[_PAGE : _PAGE + len(data) - first] = data[first:]
+        # Not through the mapping: on a full disk that ends the process with SIGBUS.
+        self._write(data[:first], _PAGE + at)
+        self._write(data[first:], _PAGE)
+
+    def _write(self, data: bytes, at: int) -> None:
+        rest = memoryview(data)
+        while rest:
+            written = os.pwrite(self.descriptor, rest, at)
+            rest, at = rest[written:], at + written
 
     def close(self) -> None:
-        """Free the memory, once no reader has it open."""
+        """Close the file. A memory file ends once no reader has it open, and a file without lines is removed."""
+        if self._is_file and not self._head and self._owner == os.getpid():
+            log_files.remove(self.descriptor)
         self._ends.release()
         self._memory.close()
         os.close(self.descriptor)
@@ -123,6 +141,7 @@ class HistoryReader:
                     f"of monarch_backend, and this one reads {_VERSION}: use the program's own environment"
                 )
             self.owner: int = about["owner"]
+            self.program: str = about["program"]
             self._size: int = about["size"]
             self._memory = mmap.mmap(descriptor, _PAGE + self._size, prot=mmap.PROT_READ)
         finally:
@@ -180,9 +199,17 @@ def make() -> LogHistory | None:
     size = int(env.get("MONARCH_LOG_HISTORY_BYTES"))
     if not size or not recording_area.is_wanted():
         return None
+    descriptor = None
+    with contextlib.suppress(OSError):  # the program's output matters more than its history
+        descriptor = log_files.create()
+        if descriptor is not None:
+            return LogHistory(size, descriptor)
     try:
+        if descriptor is not None:  # no space
+            log_files.remove(descriptor)
+            os.close(descriptor)
         return LogHistory(size)
-    except OSError:  # the program's output matters more than its history
+    except OSError:
         return None
 
 
@@ -191,7 +218,7 @@ def of_process(pid: int) -> HistoryReader | None:
     # Imported here: the search needs numpy's reader of areas, and this module is loaded in each program.
     from monarch_backend._telemetry.discovery import descriptor_named
 
-    descriptor = descriptor_named(pid, HISTORY_NAME)
+    descriptor = descriptor_named(pid, HISTORY_NAME, log_files.SUFFIX)
     if descriptor is None:
         return None
     try:

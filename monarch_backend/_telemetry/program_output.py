@@ -1,13 +1,17 @@
-"""Kept output of running programs: the log histories of all their processes, merged by time."""
+"""Kept output of programs: the log histories of all their processes, merged by time; also of ended programs."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
-from monarch_backend._telemetry import log_history
+from monarch_backend._telemetry import log_files, log_history
 from monarch_backend._telemetry.labels import is_named
 from monarch_backend._telemetry.log_history import HistoryReader, LogLine
 from monarch_backend._telemetry.programs import Program
@@ -138,6 +142,45 @@ def read(program: Program, wanted: LineFilter = ALL_LINES) -> Lines:
         return output.next(wanted)
     finally:
         output.close()
+
+
+class EndedProgram(NamedTuple):
+    """A program that has ended: its pid, command, file of output, and when it began, in seconds since the epoch."""
+
+    pid: int
+    command: str
+    file: Path
+    began: float
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.command[:60]}), begun {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.began))}"
+
+
+def ended_programs(name: str | None = None) -> list[EndedProgram]:
+    """Return programs of this user that have ended, and whose output is kept in files; oldest first.
+
+    ``name``: a pid, a part of the command, or a file of output. None stands for all.
+    """
+    found = []
+    for path in [Path(name)] if name and name.endswith(log_files.SUFFIX) else log_files.ended():
+        with contextlib.suppress(OSError, ValueError), _reader_of(path) as reader:
+            program = EndedProgram(reader.owner, reader.program, path, log_files.began(path))
+            if name in (None, str(program.pid), str(path)) or (not name.isdecimal() and name in program.command):
+                found.append(program)
+    return found
+
+
+def read_ended(program: EndedProgram, wanted: LineFilter = ALL_LINES) -> Lines:
+    """Return the lines of a program that has ended. Raises OSError if its file is gone."""
+    with _reader_of(program.file) as reader:
+        lines = reader.read()
+    kept = list(filter(wanted.test(), lines))
+    left_out = 0 if wanted.limit is None else max(0, len(kept) - wanted.limit)
+    return Lines(kept[left_out:], left_out, list(dict.fromkeys(line.label for line in lines)), True, True)
+
+
+def _reader_of(path: Path) -> HistoryReader:
+    return HistoryReader(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def labels_of(program: Program, lines: Iterable[LogLine]) -> list[str]:
