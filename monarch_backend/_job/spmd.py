@@ -56,17 +56,19 @@ class Ranks(NamedTuple):
                 f"{', '.join(missing)} not set: start the script by torchrun, srun or mpirun, or another launcher that "
                 f"sets {wanted}"
             )
-        try:
-            numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
-        except ValueError as error:
-            raise JobError(f"one of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT is not a number: {error}") from None
+        numbers = []
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+            try:
+                numbers.append(int(os.environ[name]))
+            except ValueError:
+                raise JobError(f"{name}={os.environ[name]!r} is not a number: correct or unset it") from None
         return cls(numbers[0], numbers[1], numbers[2], os.environ["MASTER_ADDR"], numbers[3])
 
 
 def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_TIMEOUT_S) -> HostMesh:
     """Return a HostMesh with a host for each node, in a script under torchrun or srun. Rank 0 is the controller.
 
-    Every rank calls it. Under torchrun, Slurm's srun and Open MPI's mpirun no variable has to be set. In ranks other
+    Every rank calls it. Under torchrun, srun, or mpiexec on one node, no variable has to be set. In ranks other
     than 0 it does not return: they wait for the end of rank 0. Then they exit with status 0, or with 1 if rank 0 has
     died. The job's secret is MONARCH_SECRET's or MONARCH_SECRET_FILE's, or a new one. A new one goes through the
     rendezvous, which must be as trusted as torchrun requires it to be.
