@@ -23,8 +23,11 @@ CLIENTS = {
     "accelerate": ["accelerate"],
     "deepspeed": ["deepspeed"],
     "ignite": ["pytorch-ignite"],
+    "intel_mpi": ["impi-rt"],
     "lightning": ["lightning"],
     "models": ["transformers", "peft"],
+    "mpich": ["mpich"],
+    "open_mpi": ["openmpi"],
     "ray": ["ray[train]"],
     "ray_job": ["ray"],
     "skypilot": ["skypilot"],
@@ -37,6 +40,9 @@ CLIENTS = {
 
 JOB_CLIENTS = ("skypilot", "torchx")
 """Clients with an environment of their own: they need older releases of click and urllib3 than Ray does."""
+
+MPI_CLIENTS = ("intel_mpi", "mpich", "open_mpi")
+"""Clients with an environment each, because their programs have the same names. They have the same tests."""
 
 BUILD_ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 """DeepSpeed is built from source: for the CPU, and without its C++ operators, which it compiles at their first use."""
@@ -67,13 +73,15 @@ def environments(clients: list[str]) -> dict[Path, list[str]]:
     """Return the folder of each environment, with the clients that it needs."""
     groups: dict[Path, list[str]] = {}
     for client in clients:
-        groups.setdefault(ROOT / ".envs" / ("clients-jobs" if client in JOB_CLIENTS else "clients"), []).append(client)
+        own = f"clients-{client}" if client in MPI_CLIENTS else "clients-jobs" if client in JOB_CLIENTS else "clients"
+        groups.setdefault(ROOT / ".envs" / own, []).append(client)
     return groups
 
 
 def test(folder: Path, clients: list[str]) -> int:
     """Run the tests of the clients in their environment and return pytest's exit status."""
-    files = [str(ROOT / "tests" / "clients" / f"test_{client}.py") for client in clients]
+    names = ["mpi" if client in MPI_CLIENTS else client for client in clients]
+    files = [str(ROOT / "tests" / "clients" / f"test_{name}.py") for name in names]
     return subprocess.run([folder / "bin" / "python", "-m", "pytest", "--durations=0", *files], cwd=ROOT).returncode
 
 
