@@ -364,7 +364,7 @@ class Job:
     def _new_file(self, path: Path) -> JobFile:
         given = self._secret_file
         if given is not None:
-            read_secret(given)
+            read_job_secret(self.name, given, is_own=False)
         own = path.with_name(f"{path.stem}.secret")
         if given is None and self.kind != "local":
             write_private(own, new_secret().hex().encode() + b"\n")
@@ -379,7 +379,8 @@ class Job:
         before = list(file.hosts)
         launches: list[Launch] = []
         try:
-            secret = read_secret(Path(file.secret_file)) if plans else b""
+            path = Path(file.secret_file)
+            secret = read_job_secret(self.name, path, is_own=file.own_secret) if plans else b""
             for first in range(0, len(plans), MAX_CONCURRENT_STARTS):
                 some = plans[first : first + MAX_CONCURRENT_STARTS]
                 new = []
@@ -602,11 +603,32 @@ def with_meshes(cls: type[_J], description: Mapping[str, Any], add: Callable[[_J
 
 
 def check_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of environment variables. Raises ValueError for a name that a shell would not take."""
-    for name in variables:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+    """Return a copy of environment variables. Raises ValueError for a name or value that a shell would not take."""
+    if not isinstance(variables, Mapping):
+        raise ValueError(f"env={variables!r}: give a mapping of names to texts")
+    for name, value in variables.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise ValueError(f"{name!r} is not a name of an environment variable")
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f"env: the value of {name} is {value!r}: give a text")
     return dict(variables)
+
+
+def read_job_secret(job: str, path: Path, *, is_own: bool) -> bytes:
+    """Return the secret of a job. ``is_own``: the job has made its file.
+
+    Raises JobError if there is no such file, and otherwise as `read_secret`.
+    """
+    try:
+        return read_secret(path)
+    except FileNotFoundError:
+        cure = (
+            "it was removed, so end the job by kill(), and start it again"
+            if is_own
+            else f"create it by (umask 077; openssl rand -hex 32 > {path}), or give neither secret_file= nor "
+            "MONARCH_SECRET_FILE, for a new secret"
+        )
+        raise JobError(f"job {job!r}: there is no secret file {path}: {cure}") from None
 
 
 def _entry(plan: Plan, up: Up) -> HostEntry:

@@ -18,11 +18,10 @@ from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts.attach import explain_losses
 from monarch_backend._hosts.loss_reasons import LossReason, LossReasons
 from monarch_backend._job import state_file
-from monarch_backend._job.base import HostStatus, Job, JobState, Plan, with_notices
+from monarch_backend._job.base import HostStatus, Job, JobState, Plan, read_job_secret, with_notices
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
-from monarch_backend._transport.network.auth import read_secret
 
 log = logging.getLogger("monarch_backend")
 
@@ -138,7 +137,8 @@ class ScheduledJob(Job):
         file.is_begun = True
         state_file.write(self.path, file)
         try:
-            file.submitted = self._submit(file, read_secret(Path(file.secret_file)))
+            secret = read_job_secret(self.name, Path(file.secret_file), is_own=file.own_secret)
+            file.submitted = self._submit(file, secret)
         except NotRemovedError:
             raise
         except BaseException:  # Ctrl-C, too

@@ -188,6 +188,31 @@ def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
     assert not job.path.exists()
 
 
+@pytest.mark.parametrize("make", [ProcessJob, SlurmJob], ids=["ProcessJob", "SlurmJob"])
+@pytest.mark.parametrize("given", ["argument", "variable"])
+def test_a_missing_secret_file_is_an_error_with_a_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: type[ProcessJob | SlurmJob], given: str
+) -> None:
+    secret = tmp_path / "secret"
+    if given == "variable":
+        monkeypatch.setenv("MONARCH_SECRET_FILE", str(secret))
+    options: Any = {"path": tmp_path / "job.json", "secret_file": secret if given == "argument" else None}
+    job = ProcessJob({"trainers": 1}, **options) if make is ProcessJob else SlurmJob(**options).add_mesh("trainers", 1)
+    with pytest.raises(JobError, match=rf"there is no secret file {secret}: create it by .* give neither secret_file="):
+        job.apply()
+    assert not job.path.exists()
+
+
+def test_own_secret_file_that_was_removed_is_an_error_with_a_cure(tmp_path: Path) -> None:
+    job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json")
+    job.dump(job.path)
+    (tmp_path / "job.secret").unlink()
+    with pytest.raises(JobError, match=r"no secret file .*: it was removed, so end the job by kill\(\)"):
+        job.apply()
+    job.kill()
+    assert not job.path.exists()
+
+
 def test_default_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     job = LocalJob(["trainers", "evaluators"], name="some-job")
