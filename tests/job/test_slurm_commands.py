@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import signal
@@ -231,7 +232,7 @@ def test_interrupted_submission_cancels_the_job(queue: Path, tmp_path: Path, mon
         queue.write_text("42\n")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "_sbatch", accepted)
+    monkeypatch.setattr(slurm_job, "_sbatch", accepted)
     with pytest.raises(KeyboardInterrupt):
         job.apply()
     assert not queue.read_text()
@@ -243,7 +244,7 @@ def test_interrupted_submission_that_is_not_found_stays_for_kill(
 ) -> None:
     monkeypatch.setattr(slurm_job, "WITHDRAW_TIMEOUT_S", 0.0)
     job = SlurmJob(name="interrupted", path=tmp_path / "job.json").add_mesh("trainers", 1)
-    monkeypatch.setattr(job, "_sbatch", interrupted)
+    monkeypatch.setattr(slurm_job, "_sbatch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         job.apply()
     assert re.search(r"looking for the submission of monarch-interrupted-\w+ for 0 s, to cancel it", caplog.text)
@@ -266,7 +267,7 @@ def test_second_interruption_of_a_submission_leaves_the_job_to_kill(
             patched.setattr(commands, "find_by_name", interrupted)  # the search for the job that may be submitted
             raise KeyboardInterrupt
 
-        patched.setattr(job, "_sbatch", sbatch)
+        patched.setattr(slurm_job, "_sbatch", sbatch)
         with pytest.raises(KeyboardInterrupt):
             job.apply()
     assert re.search(r"monarch-twice-\w+ may be submitted: end it with kill\(\)", caplog.text)
@@ -302,6 +303,15 @@ def allocation(script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     monkeypatch.delenv("SLURM_HET_SIZE", raising=False)
     return SlurmJob(path=tmp_path / "job.json", in_allocation=True).add_mesh("trainers", 1)
+
+
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"])
+def test_number_of_an_allocation_that_is_none_is_named(
+    allocation: SlurmJob, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "x")
+    with pytest.raises(JobError, match=f"in_allocation: {variable}='x' is not a number"):
+        allocation.apply()
 
 
 def test_interrupted_start_of_a_step_ends_srun(allocation: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,11 +454,86 @@ def test_mesh_can_have_no_gpus() -> None:
         ({"notice": -1}, "notice=-1: give 0 seconds"),
         ({"reason_timeout": -1}, "reason_timeout=-1: give 0 seconds"),
         ({"notice": 70000}, "Slurm takes at most 65535 seconds"),
+        ({"env": {"A": 1}}, "env: the value of A is 1: give a text"),
+        ({"env": {1: "a"}}, "1 is not a name of an environment variable"),
+        ({"env": ["A=1"]}, "give a mapping of names to texts"),
+        ({"setup": None}, "setup=None: give a text"),
+        ({"python": 3}, "python=3: give a text"),
+        ({"listen": None}, "listen=None: give HOST:PORT"),
+        ({"options": [5]}, r"options=\[5\]: options is a list of words"),
+        ({"options": None}, "options=None: options is a list of words"),
+        ({"gpus_per_node": -1}, "gpus_per_node=-1: give a number, or a text such as 'a100:8'"),
+        ({"gpus_per_node": True}, "gpus_per_node=True: give a number"),
+        ({"gpus_per_node": "a100: 8"}, "gpus_per_node='a100: 8': give a number"),
+        ({"cpus_per_node": 0}, "cpus_per_node=0: give 1 or more"),
+        ({"cpus_per_node": "8"}, "cpus_per_node='8': give 1 or more"),
+        ({"memory_per_node": "64 GB"}, "memory_per_node='64 GB': give a text such as '64G'"),
+        ({"memory_per_node": 64}, "memory_per_node=64: give a text such as '64G'"),
+        ({"exclusive": "no"}, "exclusive='no': give True or False"),
+        ({"requeue": 1}, "requeue=1: give True or False"),
+        ({"in_allocation": "yes"}, "in_allocation='yes': give True or False"),
+        ({"partition": ["a", "b"]}, r"partition=\['a', 'b'\]: give a text on one line, or None"),
+        ({"account": ""}, "account='': give a text on one line, or None"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SlurmJob(**options)
+    if options.keys() <= {"gpus_per_node", "cpus_per_node", "memory_per_node", "exclusive", "partition", "account"}:
+        with pytest.raises(ValueError, match=f"mesh 'trainers': {words}"):
+            SlurmJob().add_mesh("trainers", 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, []),
+        ({"partition": "gpu,spare"}, ["--partition=gpu,spare"]),
+        ({"account": "lab"}, ["--account=lab"]),
+        ({"qos": "high"}, ["--qos=high"]),
+        ({"constraint": "[a100|h100]"}, ["--constraint=[a100|h100]"]),
+        ({"time": "1-12:00:00"}, ["--time=1-12:00:00"]),
+        ({"time": datetime.timedelta(hours=30, seconds=0.5)}, ["--time=1-06:00:01"]),
+        ({"gpus_per_node": 8}, ["--gres=gpu:8"]),
+        ({"gpus_per_node": "a100:8"}, ["--gres=gpu:a100:8"]),
+        ({"gpus_per_node": 0}, []),
+        ({"cpus_per_node": 16}, ["--cpus-per-task=16"]),
+        ({"memory_per_node": "64G"}, ["--mem=64G"]),
+        ({"memory_per_node": "64000"}, ["--mem=64000"]),
+        ({"exclusive": True}, ["--exclusive"]),
+        ({"exclusive": False}, []),
+        ({"options": ["--reservation=mine", "--begin=now+1hour"]}, ["--reservation=mine", "--begin=now+1hour"]),
+        ({"options": ("--nice",), "qos": "low"}, ["--qos=low", "--nice"]),
+    ],
+)
+@pytest.mark.parametrize("of", ["job", "mesh"])
+def test_options_are_words_of_sbatch(
+    script: Callable[[str, str], Path], tmp_path: Path, options: dict[str, Any], words: list[str], of: str
+) -> None:
+    script("squeue", "")
+    log = script("sbatch", "cat > /dev/null; echo 43")
+    job = SlurmJob(path=tmp_path / "job.json", **(options if of == "job" else {}))
+    job.add_mesh("trainers", 3, **(options if of == "mesh" else {})).apply(wait=False)
+    _, _, rendered = log.read_text().partition(" --nodes=3 --ntasks-per-node=1")
+    assert rendered.split() == words
+
+
+def test_script_that_cannot_be_made_is_not_submitted(
+    script: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script("squeue", "")
+    sbatch = script("sbatch", "echo 43")
+    job = SlurmJob(path=tmp_path / "job.json").add_mesh("trainers", 1)
+
+    def fails(_: object) -> str:
+        raise TypeError("no text")
+
+    monkeypatch.setattr(job, "_script", fails)
+    with pytest.raises(TypeError, match="no text"):
+        job.apply(wait=False)
+    assert not sbatch.exists()
+    assert not job.active
+    job.kill()
 
 
 def test_notice_is_a_signal_of_sbatch_and_an_option_of_hosts(

@@ -107,18 +107,15 @@ class SlurmJob(ScheduledJob):
         reason_timeout: float = REASON_TIMEOUT_S, secret_file: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name, path, secret_file)
-        self._resources = {
-            "partition": partition, "account": account, "qos": qos, "time": _time_text(time),
+        self._resources = _checked({
+            "partition": partition, "account": account, "qos": qos, "time": time,
             "gpus_per_node": gpus_per_node, "cpus_per_node": cpus_per_node, "memory_per_node": memory_per_node,
-            "exclusive": exclusive, "constraint": constraint, "options": _words(options),
-        }  # fmt: skip
-        self._requeue, self._setup, self._env, self._python = (
-            requeue,
-            setup,
-            check_variables(env or {}),
-            python or sys.executable,
-        )
-        if not re.fullmatch(r"\S+:\d+", listen):
+            "exclusive": exclusive, "constraint": constraint, "options": options,
+        })  # fmt: skip
+        self._requeue, self._env = _check_flag("requeue", requeue), check_variables(env or {})
+        self._setup, self._python = _check_text("setup", setup), _check_text("python", python or sys.executable)
+        _check_flag("in_allocation", in_allocation)
+        if not isinstance(listen, str) or not re.fullmatch(r"\S+:\d+", listen):
             raise ValueError(f"listen={listen!r}: give HOST:PORT, such as '{{node}}:0'")
         if in_allocation and any(self._resources.values()):
             given = ", ".join(name for name, value in self._resources.items() if value)
@@ -136,7 +133,7 @@ class SlurmJob(ScheduledJob):
     def add_mesh(self, name: str, hosts: int, **resources: Any) -> Self:
         """Add a mesh of ``hosts`` nodes, and return the job. ``resources`` replace those of the job for this mesh.
 
-        Raises ValueError for an invalid name, a mesh that exists, a number below 1, and an unknown resource.
+        Raises ValueError for an invalid name, a mesh that exists, a number below 1, and an unknown or invalid resource.
 
         >>> from monarch_backend.job import SlurmJob
         >>> job = SlurmJob(time="1:00:00").add_mesh("trainers", 2, gpus_per_node=8).add_mesh("loaders", 1)
@@ -148,11 +145,11 @@ class SlurmJob(ScheduledJob):
             raise ValueError(f"mesh {name!r} cannot have {unknown}; it can have {', '.join(_RESOURCES)}")
         if resources and self._in_allocation:
             raise ValueError(f"mesh {name!r}: the allocation that the program is in has its resources already")
-        if "time" in resources:
-            resources["time"] = _time_text(resources["time"])
-        if "options" in resources:
-            resources["options"] = _words(resources["options"])
-        self._meshes[check_mesh_name(name)] = {"hosts": hosts, "resources": resources}
+        try:
+            checked = _checked(resources)
+        except ValueError as error:
+            raise ValueError(f"mesh {name!r}: {error}") from None
+        self._meshes[check_mesh_name(name)] = {"hosts": hosts, "resources": checked}
         return self
 
     # ---- description
@@ -215,16 +212,17 @@ class SlurmJob(ScheduledJob):
         else:
             _remove_reports(self._folder)
             (self._folder / "batch.log").unlink(missing_ok=True)
-            file.unanswered_at = time.time()
+            words, script = self._sbatch_command(file, name), self._script(file)
+            file.unanswered_at = time.time()  # from here on Slurm may have the job
             state_file.write(self.path, file)
             try:
-                number = self._sbatch(file, name)
+                number = _sbatch(words, script)
             except BaseException as error:  # Ctrl-C, too, after which it may have been submitted
                 _withdraw(file, error)
                 raise
         return {"job": number, "folder": str(self._folder)}
 
-    def _sbatch(self, file: JobFile, name: str) -> int:
+    def _sbatch_command(self, file: JobFile, name: str) -> list[str]:
         words = ["sbatch", "--parsable"]
         for offset, (resources, meshes) in enumerate(self._groups()):
             words += [":"] if offset else []
@@ -233,10 +231,7 @@ class SlurmJob(ScheduledJob):
             words += ["--requeue" if self._requeue else "--no-requeue"]
             words += [f"--signal={NOTICE_SIGNAL.name[3:]}@{math.ceil(self._notice)}"] if self._notice else []
             words += [f"--nodes={sum(meshes.values())}", "--ntasks-per-node=1", *_sbatch_words(resources)]
-        said = commands.run(words, self._script(file))
-        if not (found := re.match(r"\s*(\d+)", said)):
-            raise JobError(f"sbatch has printed no number of a job: {said.strip()!r}")
-        return int(found[1])
+        return words
 
     def _script(self, file: JobFile) -> str:
         """Return the script of the job. It contains no secret: sites store scripts, and administrators read them."""
@@ -270,6 +265,9 @@ class SlurmJob(ScheduledJob):
         if os.environ.get("SLURM_HET_SIZE"):
             raise JobError("in_allocation: the allocation is a heterogeneous job, which is not supported")
         meshes = self._sizes()
+        for variable in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"):
+            if not re.fullmatch(r"[0-9]+", os.environ.get(variable, "0")):
+                raise JobError(f"in_allocation: {variable}={os.environ[variable]!r} is not a number; Slurm sets it")
         there, wanted = int(os.environ.get("SLURM_JOB_NUM_NODES", 0)), sum(meshes.values())
         if wanted > there:
             raise JobError(f"in_allocation: the job has {wanted} hosts, and the allocation {number} has {there} nodes")
@@ -518,6 +516,14 @@ def _slurm_name(file: JobFile) -> str:
     return f"monarch-{file.name}-{file.id}"
 
 
+def _sbatch(words: Sequence[str], script: str) -> int:
+    """Submit a job, and return its number."""
+    said = commands.run(words, script)
+    if not (found := re.match(r"\s*(\d+)", said)):
+        raise JobError(f"sbatch has printed no number of a job: {said.strip()!r}")
+    return int(found[1])
+
+
 def _sbatch_words(resources: Mapping[str, Any]) -> list[str]:
     words = []
     for option, value in (
@@ -541,9 +547,62 @@ def _time_text(value: str | datetime.timedelta | None) -> str | None:
     return value
 
 
+def _checked(resources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return resources as a job's file has them. Raises ValueError for values that sbatch would not take as meant."""
+    checked = dict(resources)
+    for name, value in resources.items():
+        if name == "time":
+            checked[name] = _time_text(value)
+        elif name == "options":
+            checked[name] = _words(value)
+        elif name == "exclusive":
+            _check_flag(name, value)
+        elif value is not None:
+            _CHECKS.get(name, _check_name)(name, value)
+    return checked
+
+
+def _check_flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: give True or False")
+    return value
+
+
+def _check_text(name: str, value: str) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"{name}={value!r}: give a text")
+    return value
+
+
+def _check_name(name: str, value: str) -> None:
+    if not isinstance(value, str) or not value.strip() or "\n" in value or "\0" in value:
+        raise ValueError(f"{name}={value!r}: give a text on one line, or None")
+
+
+def _check_gpus(name: str, value: int | str) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_number and not (isinstance(value, str) and re.fullmatch(r"([\w.-]+:)?[0-9]+", value)):
+        raise ValueError(f"{name}={value!r}: give a number, or a text such as 'a100:8'")
+
+
+def _check_cpus(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: give 1 or more")
+
+
+def _check_memory(name: str, value: str) -> None:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9]+([KMGT]B?)?", value, re.IGNORECASE):
+        raise ValueError(f"{name}={value!r}: give a text such as '64G'")
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "gpus_per_node": _check_gpus, "cpus_per_node": _check_cpus, "memory_per_node": _check_memory,
+}  # fmt: skip
+
+
 def _words(options: Sequence[str]) -> list[str]:
-    if isinstance(options, str):
-        raise ValueError("options is a list of words, not one text")
+    if isinstance(options, str) or not isinstance(options, Sequence) or not all(isinstance(w, str) for w in options):
+        raise ValueError(f"options={options!r}: options is a list of words, such as ['--reservation=mine']")
     return list(options)
 
 
