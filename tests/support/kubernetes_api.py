@@ -28,6 +28,7 @@ class ApiServer:
         self.requests: list[tuple[str, str]] = []
         self.missing: list[str] = []
         self.forbidden: list[str] = []
+        self.token = "secret-token"  # the only valid one
         self.on_connect: Callable[[http.server.BaseHTTPRequestHandler, str, dict[str, list[str]]], None] | None = None
         self._uids = itertools.count(1)
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -36,12 +37,15 @@ class ApiServer:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.kubeconfig = folder / "kubeconfig"
+        self.write_kubeconfig(self.token)
+
+    def write_kubeconfig(self, token: str) -> None:
         context = {"cluster": "c", "user": "u", "namespace": "team"}
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "c", "cluster": {"server": self.url}}],
-            "users": [{"name": "u", "user": {"token": "secret-token"}}],
+            "users": [{"name": "u", "user": {"token": token}}],
             "contexts": [{"name": "x", "context": context}],
             "current-context": "x",
         }
@@ -115,6 +119,9 @@ class ApiServer:
                 url = urllib.parse.urlsplit(self.path)
                 query = urllib.parse.parse_qs(url.query)
                 api.requests.append((self.command, url.path))
+                if self.headers.get("Authorization") != f"Bearer {api.token}":
+                    self.send_error(401, "Unauthorized")
+                    return
                 if self.headers.get("Upgrade", "").lower() == "websocket" and api.on_connect is not None:
                     api.on_connect(self, url.path, query)
                     return

@@ -87,6 +87,10 @@ class Api:
         configuration.retries = False  # the retries are here
         return client.ApiClient(configuration), namespace
 
+    def _renew(self) -> None:
+        """Read the configuration again: the token may have been replaced in its file."""
+        self.client, _ = self._load()
+
     def request(
         self, method: str, path: str, body: Any = None, *, query: Json | None = None, kind: str = "",
         timeout: float = 0,
@@ -109,9 +113,9 @@ class Api:
                 status, data = 0, f"the API server can't be reached: {error}".encode()
             if 200 <= status < 300:
                 return self._content(data)
-            if status == 401 and not renewed:  # the token may have been replaced in its file
+            if status == 401 and not renewed:
                 renewed = True
-                self.client, _ = self._load()
+                self._renew()
                 continue
             is_down = status == 0 or status in _BUSY
             was_down = was_down or is_down
@@ -242,18 +246,44 @@ class Api:
         from urllib3.exceptions import HTTPError
 
         query = {"tailLines": str(lines), **({"previous": "true"} if previous else {})}
-        try:
-            with self._open("GET", f"{self.path('pods', pod)}/log", None, query, "") as answer:
-                status, data = answer.status, answer.data
-        except (HTTPError, OSError) as error:
-            raise JobError(f"log of {pod}: the API server can't be reached: {error}") from None
+        for is_renewed in (False, True):
+            try:
+                with self._open("GET", f"{self.path('pods', pod)}/log", None, query, "") as answer:
+                    status, data = answer.status, answer.data
+            except (HTTPError, OSError) as error:
+                raise JobError(f"log of {pod}: the API server can't be reached: {error}") from None
+            if status == 401 and not is_renewed:
+                self._renew()
+            else:
+                break
         if status != 200:
             raise self._error(status, data, f"log of {pod}")
         return str(data.decode(errors="replace"))
 
+    def _stream(self, start: Callable[[Any], Any], what: str) -> Any:
+        """Return the WebSocket of ``start(CoreV1Api)``. Raises ApiException of kubernetes, or JobError after 401."""
+        from kubernetes import client
+
+        is_renewed = False
+        while True:
+            try:
+                return start(self._core()).sock
+            except client.ApiException as error:
+                if _status_of(error) != 401:
+                    raise
+                if is_renewed:
+                    raise self._error(401, str(error.reason).strip().encode(), what) from None
+            is_renewed = True
+            self._renew()
+
+    def _core(self) -> Any:
+        from kubernetes import client
+
+        return client.CoreV1Api(client.ApiClient(self.client.configuration))  # of its own: `stream` changes it
+
     def port_forward(self, pod: str, port: int) -> Any:
         """Return a new connection to a port of a pod, kubernetes's PortForward."""
-        from kubernetes import client, stream
+        from kubernetes import stream
         from kubernetes.stream import ws_client
 
         class Forward(ws_client.PortForward):
@@ -269,25 +299,26 @@ class Api:
                         each.python.close()
                     self.websocket.shutdown()
 
-        core = client.CoreV1Api(client.ApiClient(self.client.configuration))  # of its own: `stream` changes it
-        made = stream.stream(
-            core.connect_get_namespaced_pod_portforward, pod, self.namespace, ports=str(port), _preload_content=False
-        )
-        return Forward(made.sock, [port])  # type: ignore[no-untyped-call]
+        def start(core: Any) -> Any:
+            forward = core.connect_get_namespaced_pod_portforward
+            return stream.stream(forward, pod, self.namespace, ports=str(port), _preload_content=False)
+
+        return Forward(self._stream(start, f"port-forward to pod {pod}"), [port])  # type: ignore[no-untyped-call]
 
     def execute(self, pod: str, container: str, command: Sequence[str], *, stdin: bool, is_tty: bool) -> Any:
         """Start a command in a container. Return the connection, websocket-client's WebSocket."""
         from kubernetes import client, stream
 
-        core = client.CoreV1Api(client.ApiClient(self.client.configuration))  # of its own: `stream` changes it
-        try:
-            made = stream.stream(
+        def start(core: Any) -> Any:
+            return stream.stream(
                 core.connect_get_namespaced_pod_exec, pod, self.namespace, container=container, command=list(command),
                 stdin=stdin, stdout=True, stderr=not is_tty, tty=is_tty, _preload_content=False, binary=True,
             )  # fmt: skip
+
+        try:
+            return self._stream(start, f"command in pod {pod}")
         except client.ApiException as error:
             raise JobError(f"pod {pod}: no command can be started: {str(error.reason).strip()}") from None
-        return made.sock
 
     @property
     def server(self) -> str:
@@ -305,6 +336,11 @@ class Api:
             {**review, "spec": {"resourceAttributes": attributes}},
         )  # fmt: skip
         return bool(answer["status"]["allowed"])
+
+
+def _status_of(error: Exception) -> int:
+    """Return HTTP's status of kubernetes's ApiException. A WebSocket's has it only in the error that has caused it."""
+    return int(getattr(error.__context__, "status_code", None) or getattr(error, "status", None) or 0)
 
 
 def until_true(holds: Callable[[], bool], seconds: float, interval: float = 0.2) -> bool:
