@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _job_faults import HERE, PEER, Comparison, Testbed, arguments, show
 
 from monarch_backend._job.kubernetes import manifests
+from monarch_backend._job.kubernetes.pod_template import pod_template
 from tests.k8s.cluster import INSIDE, PORT, USER, Cluster, cluster, refusal
 from tests.k8s.conftest import permissions
 
@@ -94,10 +95,13 @@ class KubernetesTestbed(Testbed):
             return
         self.cluster.ask("POST", self._path("secrets"), manifests.secret("others", "others", SECRET))
         for rank in range(2):
-            template = manifests.pod_template(
-                "testbed/monarch:1", {SLOT: 1}, {"PYTHONPATH": ""} if system == "torchmonarch" else {},
-                {**LABELS, RANK_LABEL: str(rank)}, {}, 0,
-            )  # fmt: skip
+            template = pod_template(
+                None,
+                "testbed/monarch:1",
+                resources={SLOT: 1},
+                env={"PYTHONPATH": ""} if system == "torchmonarch" else {},
+                labels={**LABELS, RANK_LABEL: str(rank)},
+            )
             if system == "torchmonarch":
                 self._run_peer(template["spec"]["containers"][0])
             # One StatefulSet for each pod, so that it has the label that Kubernetes gives since 1.28.

@@ -60,6 +60,7 @@ def test_schema_check_finds_a_wrong_field() -> None:
         (["--mesh", "trainers=x", "--image", IMAGE], "'x' is not a number of pods"),
         (["--mesh", "a=1", "--mesh", "A=1", "--image", IMAGE], "differs in letters' case only"),
         (["--mesh", "trainers_=1", "--image", IMAGE], "cannot be the name of a mesh on Kubernetes"),
+        (["--mesh", "a=1", "--image", IMAGE, "--resource", "limits=8"], "resources['limits'] is a dictionary"),
     ],
 )
 def test_wrong_arguments_of_manifest_are_named(words: list[str], error: str) -> None:
@@ -133,20 +134,165 @@ def test_pod_template_keeps_its_fields_and_gets_the_host() -> None:
     assert given["spec"]["containers"][1] == {"name": "monarch", "image": IMAGE}  # not changed
 
 
+TOLERATION = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
+GIVEN = {"spec": {"containers": [{"name": "monarch", "image": IMAGE}]}}
+
+
+def rendered(**arguments: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return metadata and specification of the pods of a mesh, and their container."""
+    made = KubernetesJob(name="train").add_mesh("trainers", 2, **arguments).manifests("0123456789abcdef", bytes(32))
+    for version in ("1.25", "1.37"):
+        kubernetes_validate.validate(made[2], version, strict=True)
+    template = made[2]["spec"]["template"]
+    return template["metadata"], template["spec"], template["spec"]["containers"][0]
+
+
+ARGUMENTS: list[tuple[dict[str, Any], int, str, Any]] = [
+    ({"labels": {"team": "a"}}, 0, "labels", {"team": "a"}),
+    ({"annotations": {"queue": "a"}}, 0, "annotations", {"queue": "a"}),
+    ({"grace_period": 60, "notice": 50}, 0, "annotations", {"monarch-backend/notice": "50"}),
+    ({"node_selector": {"zone": "a"}}, 1, "nodeSelector", {"zone": "a"}),
+    ({"tolerations": [TOLERATION]}, 1, "tolerations", [TOLERATION]),
+    ({"priority_class": "urgent"}, 1, "priorityClassName", "urgent"),
+    ({"service_account": "trainer"}, 1, "serviceAccountName", "trainer"),
+    ({"scheduler": "volcano"}, 1, "schedulerName", "volcano"),
+    ({"image_pull_secrets": ["a", "b"]}, 1, "imagePullSecrets", [{"name": "a"}, {"name": "b"}]),
+    ({"image_pull_secrets": "regcred"}, 1, "imagePullSecrets", [{"name": "regcred"}]),
+    ({"grace_period": 60}, 1, "terminationGracePeriodSeconds", 60),
+    ({"grace_period": 0}, 1, "terminationGracePeriodSeconds", 0),
+    ({}, 1, "terminationGracePeriodSeconds", 30),
+    ({"image_pull_policy": "Always"}, 2, "imagePullPolicy", "Always"),
+    ({"env": {"A": "1"}}, 2, "env", [{"name": "A", "value": "1"}]),
+    ({"resources": {"cpu": 8, "memory": "64Gi"}}, 2, "resources",
+     {"limits": {"cpu": "8", "memory": "64Gi"}, "requests": {"cpu": "8", "memory": "64Gi"}}),
+    ({"resources": {"limits": {"nvidia.com/gpu": 8}, "requests": {"cpu": 0.5, "nvidia.com/gpu": 8}}}, 2, "resources",
+     {"limits": {"nvidia.com/gpu": "8"}, "requests": {"cpu": "0.5", "nvidia.com/gpu": "8"}}),
+    ({"resources": {"requests": {"cpu": "500m"}}}, 2, "resources", {"requests": {"cpu": "500m"}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("base", [{"image": IMAGE}, {"pod_template": GIVEN}], ids=["image", "template"])
+@pytest.mark.parametrize(
+    ("arguments", "part", "field", "expected"), ARGUMENTS, ids=[" ".join(each[0]) or "none" for each in ARGUMENTS]
+)
+def test_argument_of_a_mesh_is_rendered_in_its_field(
+    base: dict[str, Any], arguments: dict[str, Any], part: int, field: str, expected: Any
+) -> None:
+    found = rendered(**base, **arguments)[part][field]
+    if field == "labels":
+        assert expected.items() <= found.items()
+    elif field == "env":
+        assert found[:-1] == expected and found[-1]["name"] == "MONARCH_HOST_NAME"
+    else:
+        assert found == expected
+
+
+def test_arguments_are_added_to_what_a_pod_template_has() -> None:
+    container = {
+        "name": "monarch", "image": IMAGE, "env": [{"name": "A", "value": "1"}],
+        "resources": {"limits": {"cpu": 8}},
+    }  # fmt: skip
+    given = {
+        "metadata": {"labels": {"team": "a"}, "annotations": None},
+        "spec": {"tolerations": [TOLERATION], "terminationGracePeriodSeconds": 60, "containers": [container]},
+    }
+    other = {"key": "spot", "operator": "Exists"}
+    meta, spec, host = rendered(
+        pod_template=given, labels={"team": "a", "queue": "b"}, annotations={"x": "y"}, env={"A": "1", "B": "2"},
+        tolerations=[TOLERATION, other], resources={"limits": {"nvidia.com/gpu": 8}}, notice=50, grace_period=60,
+    )  # fmt: skip
+    assert {"team": "a", "queue": "b"}.items() <= meta["labels"].items()
+    assert meta["annotations"] == {"x": "y", "monarch-backend/notice": "50"}
+    assert spec["tolerations"] == [TOLERATION, other] and spec["terminationGracePeriodSeconds"] == 60
+    assert [each["name"] for each in host["env"]] == ["A", "B", "MONARCH_HOST_NAME"]
+    assert host["resources"]["limits"] == {"cpu": "8", "nvidia.com/gpu": "8"}
+    assert " --notice 50 <" in host["command"][-1]
+
+
+def given_with(part: str, **fields: Any) -> dict[str, Any]:
+    """Return a pod template with fields of its metadata, its specification or its container."""
+    container = {"name": "monarch", "image": IMAGE, **(fields if part == "container" else {})}
+    spec = {"containers": [container], **(fields if part == "spec" else {})}
+    return {"metadata": fields if part == "metadata" else {}, "spec": spec}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "template", "error"),
+    [
+        ({"labels": {"team": "b"}}, given_with("metadata", labels={"team": "a"}), "labels: .* team='a'"),
+        ({"priority_class": "b"}, given_with("spec", priorityClassName="a"), "priority_class: .* priorityClassName"),
+        ({"grace_period": 5}, given_with("spec", terminationGracePeriodSeconds=9), "grace_period: "),
+        ({"notice": 30}, GIVEN, "notice=30 is not shorter than grace_period=30"),
+        ({"env": {"A": "2"}}, given_with("container", env=[{"name": "A", "value": "1"}]), "env: .* A='1'"),
+        (
+            {"resources": {"cpu": 2}},
+            given_with("container", resources={"limits": {"cpu": 1}}),
+            "resources: .* cpu='1', and the argument '2'",
+        ),
+    ],
+)
+def test_argument_of_which_the_pod_template_has_another_value_is_refused(
+    arguments: dict[str, Any], template: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ValueError, match=f"mesh 'trainers': {error}"):
+        KubernetesJob().add_mesh("trainers", 1, pod_template=template, **arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"replicas": 0, "image": IMAGE}, "1 or more"),
-        ({"replicas": 1}, "either an image or a pod_template"),
-        ({"replicas": 1, "image": IMAGE, "pod_template": {}}, "either an image or a pod_template"),
-        ({"replicas": 1, "image": IMAGE, "notice": 30}, "not shorter than grace_period=30"),
-        ({"replicas": 1, "pod_template": {"spec": {}}}, "has no containers"),
-        ({"replicas": 1, "pod_template": {"spec": {"containers": [{"name": "x"}]}}}, "has no image"),
+        ({"replicas": 0}, "1 or more"),
+        ({"image": None}, "either an image or a pod_template"),
+        ({"pod_template": {}}, "either an image or a pod_template"),
+        ({"notice": 30}, "not shorter than grace_period=30"),
+        ({"notice": "5"}, "notice='5': give a number of seconds"),
+        ({"grace_period": -1}, "grace_period=-1: give a number of seconds"),
+        ({"resources": "8"}, "resources is a dictionary, not '8'"),
+        ({"resources": {"limits": "8"}}, r"resources\['limits'\] is a dictionary, not '8'"),
+        ({"resources": {"limits": {"cpu": 1}, "cpu": 1}}, "cpu must be in one of these"),
+        ({"resources": {"cpu": -1}}, "cpu=-1 is not an amount"),
+        ({"resources": {"memory": "64 GB"}}, "memory='64 GB' is not an amount"),
+        ({"env": {"A": 1}}, "env: 'A': 1 is not a pair of texts"),
+        ({"env": {"A-B": "1"}}, "'A-B' is not a name of an environment variable"),
+        ({"labels": {"a": True}}, "labels: 'a': True is not a pair of texts"),
+        ({"tolerations": {"key": "gpu"}}, "tolerations is a list, not {'key': 'gpu'}"),
+        ({"tolerations": ["gpu"]}, "each of tolerations is a dictionary, not 'gpu'"),
+        ({"priority_class": 5}, "priority_class=5: give a text"),
+        ({"image_pull_secrets": [5]}, "image_pull_secrets=5: give a text"),
+        ({"image": 5}, "image=5: give a text"),
+        ({"image": None, "pod_template": "pod.yaml"}, "pod_template is a dictionary, not 'pod.yaml'"),
+        ({"image": None, "pod_template": {"spec": None}}, "has no containers"),
+        ({"image": None, "pod_template": {"spec": {}}}, "has no containers"),
+        ({"image": None, "pod_template": {"spec": []}}, r"spec of the pod_template is a dictionary, not \[\]"),
+        ({"image": None, "pod_template": {"spec": {"containers": ["x"]}}}, "containers of the pod template are"),
+        ({"image": None, "pod_template": {"spec": {"containers": [{"name": "x"}]}}}, "has no image"),
+        ({"image": None, "pod_template": given_with("metadata", annotations={"monarch-backend/notice": "x"})},
+         "'x' is not a number of seconds"),
+    ],
+)  # fmt: skip
+def test_wrong_mesh_is_refused(arguments: dict[str, Any], error: str) -> None:
+    given = {"replicas": 1, "image": IMAGE, **arguments}
+    if given["image"] is None:
+        del given["image"]
+    with pytest.raises(ValueError, match=error):
+        KubernetesJob().add_mesh("trainers", **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"port": "26600"}, "port='26600': give a whole number"),
+        ({"port": 26600.5}, "port=26600.5: give a whole number"),
+        ({"port": 0}, "port=0: give a whole number"),
+        ({"namespace": 5}, "5 is not the name of a namespace"),
+        ({"namespace": "A_b"}, "'A_b' is not the name of a namespace"),
+        ({"kubeconfig": "config", "in_cluster": True}, "in_cluster=True uses the pod's service account"),
+        ({"context": "lab", "in_cluster": True}, "in_cluster=True uses the pod's service account"),
     ],
 )
-def test_wrong_mesh_is_refused(arguments: dict[str, Any], error: str) -> None:
+def test_wrong_job_is_refused(arguments: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        KubernetesJob().add_mesh("trainers", **arguments)
+        KubernetesJob(**arguments)
 
 
 def test_attached_mesh_needs_a_secret_and_a_selector() -> None:

@@ -30,6 +30,7 @@ from monarch_backend._job.kubernetes.manifests import (
     Manifest,
 )
 from monarch_backend._job.kubernetes.pod_exec import Execution
+from monarch_backend._job.kubernetes.pod_template import pod_template as made_template
 from monarch_backend._job.kubernetes.port_forward import PortForward
 from monarch_backend._job.scheduled import NotRemovedError, Replica, ScheduledJob
 from monarch_backend._job.state_file import HostEntry, JobFile
@@ -44,6 +45,8 @@ EVENTS_TIMEOUT_S = 1.0
 """Seconds for a list of events of lost hosts. Their reason without events must not be late."""
 LOG_LINES = 3
 """Lines of a container's log in the reason of its crash."""
+
+_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 _Json = dict[str, Any]
 
@@ -67,7 +70,8 @@ class KubernetesJob(ScheduledJob):
     has been attached for that many seconds, for example because it has died. Then all objects of the job are deleted.
     This needs "jobset" or "job", since a StatefulSet would start its pods again.
 
-    Needs the extra ``kubernetes``. Raises ValueError for an invalid port, namespace, ``controller`` or ``tether``.
+    Needs the extra ``kubernetes``. Raises ValueError for an invalid port, namespace, ``controller`` or ``tether``, and
+    for ``in_cluster=True`` with a ``kubeconfig`` or ``context``.
 
     >>> from monarch_backend.job import KubernetesJob
     >>> job = KubernetesJob("team", name="train")
@@ -85,10 +89,12 @@ class KubernetesJob(ScheduledJob):
         tether: float | None = None, secret_file: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name, path, secret_file)
-        if not 0 < port < 65536:
-            raise ValueError(f"{port} is not a port")
-        if namespace is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace):
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+            raise ValueError(f"port={port!r}: give a whole number from 1 to 65535")
+        if namespace is not None and not (isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace)):
             raise ValueError(f"{namespace!r} is not the name of a namespace")
+        if in_cluster and not (kubeconfig is None and context is None):
+            raise ValueError("in_cluster=True uses the pod's service account: give no kubeconfig and no context")
         if controller not in CONTROLLERS:
             raise ValueError(f"controller={controller!r}: give one of {', '.join(map(repr, CONTROLLERS))}")
         tether = check_timeout(tether, "tether", zero=False)
@@ -119,40 +125,37 @@ class KubernetesJob(ScheduledJob):
         labels: Mapping[str, str] | None = None, annotations: Mapping[str, str] | None = None,
         node_selector: Mapping[str, str] | None = None, tolerations: Sequence[Mapping[str, Any]] = (),
         priority_class: str | None = None, service_account: str | None = None, scheduler: str | None = None,
-        image_pull_policy: str | None = None, image_pull_secrets: Sequence[str] = (),
-        grace_period: int = manifests.GRACE_PERIOD_S, notice: int = 0,
+        image_pull_policy: str | None = None, image_pull_secrets: str | Sequence[str] = (),
+        grace_period: int | None = None, notice: int = 0,
     ) -> Self:  # fmt: skip
         """Add a mesh of ``replicas`` pods, all made from ``image``. Return the job.
 
         The image has this package, of the same version as this program, and a shell. ``resources`` of a pod, such as
         ``{"cpu": 8, "memory": "64Gi", "nvidia.com/gpu": 8}``, are its requests and limits; with the keys "requests" and
         "limits" they differ. ``env`` is added to the pod's environment: do not put secrets into it. ``grace_period``:
-        seconds from the deletion of a pod, such as its preemption, to SIGKILL. For the first ``notice`` seconds of
-        these the host goes on. `watch` reports it as "ending", with the reason, and its actors receive a `HostEnding`.
-        The other arguments are fields of the pod, as Kubernetes describes them.
+        seconds from the deletion of a pod, such as its preemption, to SIGKILL, by default 30. For the first ``notice``
+        seconds of these the host goes on. `watch` reports it as "ending", with the reason, and its actors receive a
+        `HostEnding`. The other arguments are fields of the pod, as Kubernetes describes them.
 
-        ``pod_template`` replaces all of these: it is a PodTemplateSpec as a dictionary. Its container named "monarch",
-        or its only one, runs the host. The command, the secret, a port and a readiness probe are added to it, unless it
-        has its own.
+        ``pod_template`` takes the place of ``image``: it is a PodTemplateSpec as a dictionary. Its container named
+        "monarch", or its only one, runs the host. The command, the secret, a port and a readiness probe are added to
+        it, unless it has its own. So are the other arguments.
 
-        Raises ValueError for an invalid name, fewer than one pod, a mesh that exists, and if not exactly one of
-        ``image`` and ``pod_template`` is given. Raises ValueError if ``notice`` is not shorter than ``grace_period``.
+        Raises ValueError for an invalid name or argument, fewer than one pod, a mesh that exists, and if not exactly
+        one of ``image`` and ``pod_template`` is given. Raises ValueError if ``notice`` is not shorter than
+        ``grace_period``, and if the ``pod_template`` has another value of an argument.
         """
         if (image is None) == (pod_template is None):
             raise ValueError(f"mesh {name!r}: give either an image or a pod_template")
-        if notice < 0 or (notice and notice >= grace_period):
-            raise ValueError(f"mesh {name!r}: notice={notice} is not shorter than grace_period={grace_period}")
-        if pod_template is not None:
-            template = dict(pod_template)
-        else:
-            template = manifests.pod_template(
-                image or "", resources or {}, env or {}, labels or {}, annotations or {}, notice,
-                nodeSelector=dict(node_selector or {}), tolerations=[dict(each) for each in tolerations],
-                priorityClassName=priority_class, serviceAccountName=service_account, schedulerName=scheduler,
-                imagePullPolicy=image_pull_policy, imagePullSecrets=[{"name": each} for each in image_pull_secrets],
-                terminationGracePeriodSeconds=grace_period,
+        try:
+            template = made_template(
+                pod_template, image, resources=resources, env=env, labels=labels, annotations=annotations,
+                node_selector=node_selector, tolerations=tolerations, priority_class=priority_class,
+                service_account=service_account, scheduler=scheduler, image_pull_policy=image_pull_policy,
+                image_pull_secrets=image_pull_secrets, grace_period=grace_period, notice=notice,
             )  # fmt: skip
-        manifests.host_container(template.get("spec", {}))
+        except ValueError as error:
+            raise ValueError(f"mesh {name!r}: {error}") from None
         return self._add(name, {"replicas": _count(name, replicas), "template": template})
 
     def attach_mesh(self, name: str, replicas: int, selector: str, *, rank_label: str | None = None) -> Self:
@@ -167,7 +170,7 @@ class KubernetesJob(ScheduledJob):
 
         Raises ValueError as `add_mesh`, and for a job without a ``secret_file``.
         """
-        if not selector or any(character in selector for character in "\r\n"):
+        if not isinstance(selector, str) or not selector or any(character in selector for character in "\r\n"):
             raise ValueError(f"mesh {name!r}: {selector!r} is not a label selector")
         if self._secret_file is None:
             raise ValueError(f"mesh {name!r}: pods of others have a secret already: give its file as secret_file=")

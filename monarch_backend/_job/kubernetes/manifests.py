@@ -205,6 +205,8 @@ def host_container(spec: Manifest) -> Manifest:
     containers = spec.get("containers")
     if not isinstance(containers, list) or not containers:
         raise ValueError("the pod template has no containers")
+    if not all(isinstance(each, dict) for each in containers):
+        raise ValueError(f"containers of the pod template are dictionaries, not {containers!r}")
     named = [each for each in containers if each.get("name") == CONTAINER]
     if not named and len(containers) > 1:
         raise ValueError(f"the pod template has {len(containers)} containers, and none is named {CONTAINER!r}")
@@ -212,31 +214,3 @@ def host_container(spec: Manifest) -> Manifest:
     if not found.get("image"):
         raise ValueError(f"container {found.get('name')!r} of the pod template has no image")
     return found
-
-
-def pod_template(
-    image: str, resources: Mapping[str, Any], env: Mapping[str, str], labels: Mapping[str, str],
-    annotations: Mapping[str, str], notice: int, **fields: Any,
-) -> Manifest:  # fmt: skip
-    """Return a pod template with one container. ``fields`` are of the pod's specification, as Kubernetes names them.
-
-    ``notice``: seconds for which the host goes on after SIGTERM, at the deletion of the pod.
-
-    ``resources`` with "limits" or "requests" is taken as it is. Other keys are both, as GPUs need them.
-    """
-    container: Manifest = {"name": CONTAINER, "image": image}
-    if pull := fields.pop("imagePullPolicy", None):
-        container["imagePullPolicy"] = pull
-    if resources:
-        amounts = {name: str(amount) for name, amount in resources.items() if name not in ("limits", "requests")}
-        given = {kind: dict(resources[kind]) for kind in ("limits", "requests") if kind in resources}
-        container["resources"] = given or {"limits": amounts, "requests": dict(amounts)}
-        if given and amounts:
-            raise ValueError(f"resources has limits or requests, so {', '.join(amounts)} must be in one of these")
-    if env:
-        container["env"] = [{"name": name, "value": value} for name, value in env.items()]
-    if notice:
-        annotations = {**annotations, NOTICE_ANNOTATION: str(notice)}
-    meta = {kind: dict(values) for kind, values in (("labels", labels), ("annotations", annotations)) if values}
-    spec = {name: value for name, value in fields.items() if value}
-    return {**({"metadata": meta} if meta else {}), "spec": {**spec, "containers": [container]}}
