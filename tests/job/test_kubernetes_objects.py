@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -293,6 +294,13 @@ def test_wrong_mesh_is_refused(arguments: dict[str, Any], error: str) -> None:
 def test_wrong_job_is_refused(arguments: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         KubernetesJob(**arguments)
+
+
+@pytest.mark.parametrize("name", ["7b-sft", "9", "train"])
+def test_objects_of_a_job_have_names_that_kubernetes_takes(name: str) -> None:
+    job = KubernetesJob(name=name).add_mesh("trainers", 1, image=IMAGE)
+    for each in job.manifests("0123456789abcdef", bytes(32)):
+        assert re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", each["metadata"]["name"])  # DNS-1035, as of a Service
 
 
 def test_attached_mesh_needs_a_secret_and_a_selector() -> None:

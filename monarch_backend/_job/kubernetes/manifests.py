@@ -40,11 +40,17 @@ MAX_NAME = 52
 def object_name(job: str, job_id: str, mesh: str = "") -> str:
     """Return the name of a job's object. Two jobs, and two meshes of a job, have different ones.
 
+    The name of a Service begins with a letter.
+
     >>> object_name("train", "0123456789abcdef", "trainers")
     'train-01234567-trainers'
+    >>> object_name("7b-sft", "0123456789abcdef", "trainers")
+    'job-7b-sft-01234567-trainers'
     """
-    parts = [as_name(job)[:18].strip("-"), job_id[:8], *([as_name(mesh)] if mesh else [])]
-    return "-".join(part for part in parts if part)
+    own = as_name(job)
+    if not own[:1].isalpha():
+        own = f"job-{own}"
+    return "-".join([own[:18].strip("-"), job_id[:8], *([as_name(mesh)] if mesh else [])])
 
 
 def as_name(text: str) -> str:
