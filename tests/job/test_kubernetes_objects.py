@@ -116,6 +116,13 @@ def test_missing_permission_of_the_default_controller_is_an_error(tmp_path: Path
     assert next(line for line in lines if "  no: " in line).endswith("no: apply() cannot start a job")
 
 
+def test_doctor_names_the_missing_kubeconfig(tmp_path: Path) -> None:
+    error, missing = io.StringIO(), tmp_path / "nowhere"
+    with contextlib.redirect_stderr(error):
+        assert main(["k8s", "doctor", "--kubeconfig", str(missing)]) == 1
+    assert f"no configuration for Kubernetes: {missing}: " in error.getvalue()
+
+
 def test_pod_template_keeps_its_fields_and_gets_the_host() -> None:
     given = {
         "metadata": {"labels": {"kueue.x-k8s.io/queue-name": "team"}},

@@ -69,6 +69,7 @@ class Api:
             raise JobError(f"{error}: install the extra, pip install 'monarch_backend[kubernetes]'") from None
         kubeconfig, context, in_cluster = self._given
         configuration, namespace = client.Configuration(), None
+        where = "the pod" if in_cluster else kubeconfig or config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION
         try:
             if in_cluster:
                 config.load_incluster_config(client_configuration=configuration)
@@ -80,9 +81,8 @@ class Api:
                 chosen = current if context is None else next(each for each in contexts if each["name"] == context)
                 namespace = chosen["context"].get("namespace")
         except (config.ConfigException, OSError, StopIteration) as error:
-            raise JobError(f"no configuration for Kubernetes: {error}") from None
+            raise JobError(f"no configuration for Kubernetes: {where}: {error}") from None
         except (yaml.YAMLError, TypeError, ValueError, KeyError) as error:
-            where = kubeconfig or "the default kubeconfig"
             raise JobError(f"no configuration for Kubernetes: {where} is not valid: {error!r}") from None
         configuration.retries = False  # the retries are here
         return client.ApiClient(configuration), namespace
