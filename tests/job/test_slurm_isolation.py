@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
-import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from monarch_backend._hosts.connection_settings import parse_address
 from monarch_backend._job import state_file
-from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import JobError, SlurmJob
 from tests.job.support import Where, in_program
 from tests.support.slurm_cluster import SlurmCluster
+from tests.support.strangers import Stranger, ask_as_stranger, check_stranger
 
 pytestmark = pytest.mark.slurm
 
 UNPRIVILEGED = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
-def refusal(address: str, secret: bytes) -> str:
-    with pytest.raises(ConnectionError) as caught:
-        attach_to_workers([address], secret=secret, timeout=10)
-    return str(caught.value)
-
-
-def answers(address: str) -> list[bytes]:
-    """Return what a host sends to a client that speaks something else."""
-    found = []
-    for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
-        with socket.create_connection(parse_address(address), 10) as client:
-            client.settimeout(20)
-            received = b""
-            with contextlib.suppress(OSError):  # the host may have closed the connection
-                client.sendall(sent)
-                client.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionError):
-                while data := client.recv(4096):
-                    received += data
-            found.append(received)
-    return found
-
-
-STRANGER = """
-import json, sys
-from tests.job.test_slurm_isolation import answers, refusal
-address, secret = sys.argv[1:]
-print(json.dumps([refusal(address, bytes.fromhex(secret)), [each.hex() for each in answers(address)]]))
-"""
-
-
-def ask_as_stranger(cluster: SlurmCluster, index: int, address: str, secret: bytes) -> tuple[str, list[bytes]]:
-    """Return how a program on a host of the cluster is refused, and what it receives."""
-    words = cluster.where.command(index, sys.executable, "-c", STRANGER, address, secret.hex())
-    done = subprocess.run(words, env=cluster.environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    refused, received = json.loads(done.stdout)
-    return refused, [bytes.fromhex(each) for each in received]
+def ask_on_node(cluster: SlurmCluster, index: int, address: str, secret: bytes) -> Stranger:
+    """Return what a program on a host of the cluster gets."""
+    return ask_as_stranger(cluster.where.command(index), address, secret, cluster.environment)
 
 
 def use_among_strangers(cluster: SlurmCluster, folder: Path) -> dict[str, Any]:
@@ -78,7 +37,7 @@ def use_among_strangers(cluster: SlurmCluster, folder: Path) -> dict[str, Any]:
         actors = job.state().trainers.spawn_procs({"gpus": 1}).spawn("where", Where)
         before = list(actors.machine.call().get(60).values())
         addresses = [each.address for each in job.status()]
-        strangers = [ask_as_stranger(cluster, 3, each, bytes(32)) for each in addresses]
+        strangers = [ask_on_node(cluster, 3, each, bytes(32)) for each in addresses]
         tried = {}
         for name, words in {
             "secret": ["cat", str(secret)],
@@ -93,7 +52,7 @@ def use_among_strangers(cluster: SlurmCluster, folder: Path) -> dict[str, Any]:
         states = [str(each) for each in job.status()]
         return {
             "strangers": strangers, "tried": tried, "machines": (before, after), "states": states,
-            "secret": secret.read_bytes().strip(),
+            "secret": bytes.fromhex(secret.read_text()),
         }  # fmt: skip
     finally:
         job.kill()
@@ -109,11 +68,8 @@ def test_strangers_and_other_users_get_nothing_and_the_job_goes_on(cluster: Slur
     folder.mkdir(mode=0o755)
     found = in_program(on_login_node, cluster, folder, timeout=120)
     assert len(found["strangers"]) == 2
-    for refused, received in found["strangers"]:
-        assert "secret" in refused
-        for answer in received:
-            assert len(answer) < 200, answer
-            assert found["secret"] not in answer
+    for stranger in found["strangers"]:
+        check_stranger(stranger, found["secret"])
     for name, (code, said, error) in found["tried"].items():
         assert not said, (name, said)
         assert code or name == "script", name  # scontrol has the error as text only
@@ -141,7 +97,7 @@ def use_two_jobs(cluster: SlurmCluster, folder: Path) -> dict[str, Any]:
             assert file is not None
             secrets.append(bytes.fromhex(Path(file.secret_file).read_text()))
             addresses.append(file.hosts[0].address)
-        crossed, _ = ask_as_stranger(cluster, 0, addresses[1], secrets[0])
+        crossed, _ = ask_on_node(cluster, 0, addresses[1], secrets[0])
         with pytest.raises(JobError) as described:
             SlurmJob(name="two", path=two.path).add_mesh("others", 1).apply()
         one.kill()
