@@ -35,7 +35,7 @@ START_TIMEOUT_S = 60.0
 _END_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 ADMIN, USER = "admin-token", "user-token"
 USER_NAME = "monarch-test"
-"""The user that has the rights of deploy/k8s/role.yaml and no others."""
+"""The user of tests. Roles of deploy/k8s are its only rights: role.yaml, and role-shell.yaml in tests of the shell."""
 
 
 @functools.cache

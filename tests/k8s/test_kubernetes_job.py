@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._job.kubernetes.permissions import OPTIONAL
 from monarch_backend.cli import main
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, JobError, KubernetesJob
@@ -276,8 +277,8 @@ def run_in_pod(kubeconfig: str, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("host", [INSIDE, OUTSIDE])
-def test_command_runs_in_the_pod(place: Place, host: int) -> None:
-    code, out, error, log = place.run(run_in_pod, host=host)
+def test_command_runs_in_the_pod(place_with_shell: Place, host: int) -> None:
+    code, out, error, log = place_with_shell.run(run_in_pod, host=host)
     assert (code, error) == (7, "error\n") and log.startswith(f"pod {out.strip()} on node ")
 
 
@@ -297,13 +298,17 @@ def use_commands(kubeconfig: str, folder: Path) -> list[tuple[int, str, str]]:
             command("doctor", "--kubeconfig", kubeconfig, "--context", "none"),
             command("logs", str(job.path)),
             command("logs", str(job.path), "--host", "trainers[7]"),
+            command("shell", str(job.path), "trainers[0]", "--", "true"),
         ]
 
 
 def test_commands_print_permissions_and_logs(place: Place) -> None:
-    allowed, refused, unknown, logs, no_host = place.run(use_commands)
-    assert allowed[0] == 0 and "v1.20.2" in allowed[1] and " no" not in allowed[1], allowed
+    allowed, refused, unknown, logs, no_host, shell = place.run(use_commands)
+    assert allowed[0] == 0 and "v1.20.2" in allowed[1], allowed
+    lacking = [line for line in allowed[1].splitlines() if "  no: " in line]
+    assert [line.partition("  no: ")[2] for line in lacking] == [use for *_, use in OPTIONAL]
     assert refused[0] == 1 and "create apps:statefulsets  " in refused[1] and "deploy/k8s/role.yaml" in refused[2]
     assert unknown[0] == 1 and "none" in unknown[2]
     assert logs[0] == 0 and "trainers[0]: monarch_backend: this host is up: tcp://0.0.0.0:26600" in logs[1]
     assert no_host[0] == 1 and "no host trainers[7]" in no_host[2]
+    assert shell[0] == 1 and "no command can be started" in shell[2] and "pods/exec" in shell[2], shell
