@@ -17,9 +17,10 @@ import monarch_backend.actor
 from monarch_backend.actor import Channel, MeshFailure, SupervisionError
 from monarch_backend.job import Job, JobError, KubernetesJob
 from tests.job.support import Saver, Where
-from tests.k8s.cluster import ADMIN, OUTSIDE, USER, Cluster
+from tests.k8s.cluster import ADMIN, INSIDE, OUTSIDE, Cluster
 from tests.k8s.conftest import Place
 from tests.k8s.kubelet import Api
+from tests.k8s.service_account import ServiceAccountToken
 from tests.k8s.test_kubernetes_job import IMAGE, READY_S, ended, job_of, names_of_hosts
 from tests.support import hosts as namespaces
 
@@ -198,30 +199,37 @@ def test_restart_of_the_api_server_does_not_disturb_a_job(place: Place) -> None:
     assert names[0].endswith("trainers-0") and state == "trainers[0]: up"
 
 
-def use_with_expired_token(kubeconfig: str, folder: Path) -> list[str]:
-    valid = Path(kubeconfig).read_text()
+def use_with_expired_token(kubeconfig: str, folder: Path, kube: Cluster, namespace: str) -> dict[str, Any]:
     own = folder / "kubeconfig"
-    own.write_text(valid)
-    found = []
-    with ended(job_of(str(own), folder).add_mesh("trainers", 1, image=IMAGE)) as job:
+    own.write_text(Path(kubeconfig).read_text())
+    token = ServiceAccountToken(kube.server, namespace, own)
+    with ended(job_of(str(own), folder).add_mesh("trainers", 2, image=IMAGE)) as job:
         job.apply(READY_S)
-        mesh = job.state().trainers
-        own.write_text(valid.replace(USER, "expired"))
-        job._client = None  # as another program would read it
-        try:
+        failures = record_failures()
+        actors = job.state(READY_S).trainers.spawn_procs({"gpus": 1}).spawn("where", Where)
+        names = [list(actors.machine.call().get(30).values())]
+        token.expire()
+        with pytest.raises(JobError) as refused:
             job.status()
-        except JobError as error:
-            found.append(str(error))
-        found += names_of_hosts(mesh)
-        own.write_text(valid)
-        found += [str(each) for each in job.status()]
-    return found
+        names.append(list(actors.machine.call().get(30).values()))
+        token.renew()
+        # Nothing has asked the API server with the new token before the connection to the pods is made anew.
+        kube.tell_kubelet("drop")
+        names.append(list(actors.machine.call().get(30).values()))
+        return {
+            "error": str(refused.value), "names": names, "failures": [str(each) for each in failures],
+            "log": job.log("trainers", 0, lines=5), "states": [str(each) for each in job.status()],
+        }  # fmt: skip
 
 
-def test_expired_token_is_named_and_a_renewed_one_is_taken(place: Place) -> None:
-    error, name, state = place.run(use_with_expired_token)
-    assert "does not accept the credentials, or they have expired" in error
-    assert name.endswith("trainers-0") and state == "trainers[0]: up"
+@pytest.mark.parametrize("host", [INSIDE, OUTSIDE])
+def test_expired_token_is_named_and_a_renewed_one_is_taken(place: Place, host: int) -> None:
+    found = place.run(use_with_expired_token, place.kube, place.namespace, host=host)
+    assert "does not accept the credentials, or they have expired" in found["error"]
+    [first, *others] = found["names"]
+    assert others == [first] * 2 and len(set(first)) == 2 and found["failures"] == []
+    assert "this host is up" in found["log"]
+    assert found["states"] == ["trainers[0]: up", "trainers[1]: up"]
 
 
 def lose_a_node(kubeconfig: str, folder: Path, kube: Cluster) -> dict[str, Any]:

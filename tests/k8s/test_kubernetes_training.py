@@ -11,9 +11,10 @@ import pytest
 
 import monarch_backend.actor
 from monarch_backend.job import JobError
-from tests.k8s.cluster import ADMIN, ROOT, USER, Cluster
+from tests.k8s.cluster import ADMIN, ROOT, Cluster
 from tests.k8s.conftest import Place
 from tests.k8s.kubelet import Api
+from tests.k8s.service_account import ServiceAccountToken
 from tests.k8s.test_kubernetes_job import IMAGE, READY_S, ended, job_of
 from tests.support.undisturbed_training import train_undisturbed
 from tests.support.waiting import wait_until
@@ -34,9 +35,8 @@ HARMLESS = ("expire", "renew", "restart", "heal")
 class Faults:
     """What happens to the pods of a run after which step."""
 
-    def __init__(self, kube: Cluster, namespace: str, kubeconfig: Path, marks: Path) -> None:
-        self._kube, self._namespace, self._kubeconfig, self._marks = kube, namespace, kubeconfig, marks
-        self._valid = kubeconfig.read_text()
+    def __init__(self, kube: Cluster, namespace: str, token: ServiceAccountToken, marks: Path) -> None:
+        self._kube, self._namespace, self._token, self._marks = kube, namespace, token, marks
         self.done: list[str] = []
         self.crashed = ""
 
@@ -47,13 +47,12 @@ class Faults:
             getattr(self, fault)(run.job)
 
     def expire(self, job: Any) -> None:
-        self._kubeconfig.write_text(self._valid.replace(USER, "expired"))
-        job._client = None  # as another program would read it
+        self._token.expire()
         with pytest.raises(JobError, match="they have expired"):
             job.status()
 
     def renew(self, job: Any) -> None:
-        self._kubeconfig.write_text(self._valid)
+        self._token.renew()
         assert len(job.status()) == 4
 
     def restart(self, _job: Any) -> None:
@@ -95,12 +94,13 @@ def train(kubeconfig: str, folder: Path, kube: Cluster, namespace: str) -> dict[
     monarch_backend.actor.unhandled_fault_hook = lambda failure: None
     own = folder / "kubeconfig"
     own.write_text(Path(kubeconfig).read_text())
+    token = ServiceAccountToken(kube.server, namespace, own)
     job = job_of(str(own), folder, "lm", force_delete=True)
     job.add_mesh("trainers", 4, image=IMAGE, grace_period=1)
     with ended(job):
         job.apply(READY_S)
         run = kubernetes_train.Run(job, STEPS, sizes={34: 2, 38: 4, 44: 3})
-        faults = Faults(kube, namespace, own, folder)
+        faults = Faults(kube, namespace, token, folder)
         run.train(faults)
         return {"losses": run.losses, "failures": run.failures, "recoveries": run.recoveries, "done": faults.done}
 
