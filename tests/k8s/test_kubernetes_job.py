@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,13 +18,15 @@ from typing import Any
 import pytest
 
 from monarch_backend._job.kubernetes.permissions import OPTIONAL
+from monarch_backend.actor import Actor, endpoint
 from monarch_backend.cli import main
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import Job, JobError, KubernetesJob
 from tests.hosts.support import UP
 from tests.job.support import Where
-from tests.k8s.cluster import INSIDE, OUTSIDE, ROOT
+from tests.k8s.cluster import INSIDE, OUTSIDE, ROOT, Cluster
 from tests.k8s.conftest import Place
+from tests.support.strangers import ask_as_stranger, check_stranger
 
 pytestmark = [pytest.mark.slow, pytest.mark.k8s]
 
@@ -177,6 +182,11 @@ def test_exceeded_quota_is_the_reason_of_missing_pods(place: Place) -> None:
     assert "trainers[1]: pending (FailedCreate: " in text and "exceeded quota: few" in text, text
 
 
+def cli_in_pod(job: KubernetesJob) -> list[str]:
+    """Return the beginning of a command that runs in the first pod of a job."""
+    return [sys.executable, "-m", "monarch_backend.cli", "k8s", "shell", str(job.path), "trainers[0]", "--"]
+
+
 def run_two_jobs(kubeconfig: str, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         jobs = [
@@ -185,27 +195,61 @@ def run_two_jobs(kubeconfig: str, folder: Path) -> dict[str, Any]:
         ]
         for job in jobs:
             job.apply(READY_S, wait=False)
-        names = [names_of_hosts(job.state(READY_S).trainers) for job in jobs]
-        jobs[0].kill()
-        secret = bytes.fromhex((folder / "two.secret").read_text())
-        other = bytes(32)
+        meshes = [job.state(READY_S).trainers for job in jobs]
+        names = [names_of_hosts(mesh) for mesh in meshes]
+        secrets = [bytes.fromhex((folder / f"{name}.secret").read_text()) for name in ("one", "two")]
         address = jobs[1].status()[0].address
-        refusals = []
-        for known in (other, secret):
-            try:
-                attach_to_workers([address], secret=known, timeout=5)
-            except ConnectionError as error:
-                refusals.append(str(error))
-        return {"names": names, "states": [str(each) for each in jobs[1].status()], "refusals": refusals}
+        strangers = [
+            ask_as_stranger(cli_in_pod(jobs[0]), address, secrets[0]),
+            ask_as_stranger([], address, bytes(32)),
+        ]
+        names.append(names_of_hosts(meshes[1]))
+        jobs[0].kill()
+        attach_to_workers([address], secret=secrets[1], timeout=5)
+        return {"names": names, "states": [str(each) for each in jobs[1].status()], "strangers": strangers,
+                "secret": secrets[1]}  # fmt: skip
 
 
-def test_two_jobs_in_a_namespace_are_independent_and_strangers_are_refused(place: Place) -> None:
-    found = place.run(run_two_jobs)
-    [[one], [two]] = found["names"]
-    assert one.startswith("one-") and two.startswith("two-")
+def test_two_jobs_in_a_namespace_are_independent_and_strangers_are_refused(place_with_shell: Place) -> None:
+    """The strangers are the pod of the other job, with its own secret, and a program beside the controller."""
+    found = place_with_shell.run(run_two_jobs)
+    [[one], [two], after] = found["names"]
+    assert one.startswith("one-") and two.startswith("two-") and after == [two]
     assert found["states"] == ["trainers[0]: up"]
-    [refusal] = found["refusals"]
-    assert "secret" in refusal
+    for stranger in found["strangers"]:
+        check_stranger(stranger, found["secret"])
+
+
+class Version(Actor):
+    """Actor that imports a module of a workspace."""
+
+    @endpoint
+    def read(self, folder: str) -> tuple[str, int]:
+        return os.uname().nodename, runpy.run_path(f"{folder}/own_module.py")["VERSION"]
+
+
+def sync_into_pods(kubeconfig: str, folder: Path) -> list[Any]:
+    source = folder / "source"
+    source.mkdir()
+    with ended(job_of(kubeconfig, folder).add_mesh("trainers", 2, image=IMAGE)) as job:
+        job.apply(READY_S)
+        mesh = job.state().trainers
+        actors = mesh.spawn_procs({"gpus": 1}).spawn("version", Version)
+        found = []
+        for version in (1, 2):
+            (source / "own_module.py").write_text(f"VERSION = {version}\n")
+            found.append(mesh.sync_workspace(source, "/tmp/workspace").written)  # each pod has a /tmp of its own
+            found.append(list(actors.read.call("/tmp/workspace").get(30).values()))
+        return found
+
+
+@pytest.mark.parametrize("host", [INSIDE, OUTSIDE])
+def test_workspace_is_copied_into_each_pod(place: Place, host: int) -> None:
+    first_written, first, second_written, second = place.run(sync_into_pods, host=host)
+    assert first_written == second_written == 2
+    names = sorted(name for name, _ in first)
+    assert len(set(names)) == 2 and {version for _, version in first} == {1}
+    assert sorted(name for name, _ in second) == names and {version for _, version in second} == {2}
 
 
 # This release of Kubernetes has no indexed Jobs, so the only pod of a mesh has its index from here.
@@ -268,11 +312,8 @@ def test_tethered_job_and_its_objects_end_after_a_killed_program(place: Place) -
 def run_in_pod(kubeconfig: str, folder: Path) -> list[Any]:
     with ended(job_of(kubeconfig, folder).add_mesh("trainers", 1, image=IMAGE)) as job:
         job.apply(READY_S)
-        words = [sys.executable, "-m", "monarch_backend.cli", "k8s", "shell", str(job.path), "trainers[0]"]
-        script = "hostname; echo error >&2; exit 7"
-        done = subprocess.run(
-            [*words, "--", "sh", "-c", script], capture_output=True, text=True, check=False, timeout=60
-        )
+        words = [*cli_in_pod(job), "sh", "-c", "hostname; echo error >&2; exit 7"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
         return [done.returncode, done.stdout, done.stderr, job.status()[0].log]
 
 
@@ -312,3 +353,29 @@ def test_commands_print_permissions_and_logs(place: Place) -> None:
     assert logs[0] == 0 and "trainers[0]: monarch_backend: this host is up: tcp://0.0.0.0:26600" in logs[1]
     assert no_host[0] == 1 and "no host trainers[7]" in no_host[2]
     assert shell[0] == 1 and "no command can be started" in shell[2] and "pods/exec" in shell[2], shell
+
+
+NUMBERED = """
+read uuid < /proc/sys/kernel/random/uuid
+echo "start $uuid"
+exec monarch-backend up --address 0.0.0.0:26600 --secret-from-stdin < /run/monarch-backend/secret
+"""
+
+
+def read_logs_of_a_restart(kubeconfig: str, folder: Path, kube: Cluster) -> list[tuple[int, str, str]]:
+    job = job_of(kubeconfig, folder).add_mesh("trainers", 1, pod_template=template("sh", "-c", NUMBERED))
+    with ended(job):
+        job.apply(READY_S)
+        found = [command("logs", str(job.path))]
+        kube.tell_kubelet(f"oom {job.status()[0].log.split()[1]}")
+        for status in job.watch(timeout=READY_S):
+            if status.state == "up" and "restarted" in status.reason:
+                break
+        return [*found, command("logs", str(job.path), "--previous"), command("logs", str(job.path))]
+
+
+def test_previous_log_is_that_from_before_the_restart(place: Place) -> None:
+    logs = place.run(read_logs_of_a_restart, place.kube)
+    assert [code for code, *_ in logs] == [0, 0, 0], logs
+    before, previous, now = (re.findall(r"^trainers\[0\]: start (\S+)$", out, re.MULTILINE) for _, out, _ in logs)
+    assert len(before) == 1 and previous == before and len(now) == 1 and now != before, logs
