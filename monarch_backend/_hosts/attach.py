@@ -18,6 +18,7 @@ from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts import agent as agent_module
 from monarch_backend._hosts import protocol, remote_places
 from monarch_backend._hosts.connection_settings import find_secret, parse_address, tls_for
+from monarch_backend._hosts.host_successor import HostSuccessor
 from monarch_backend._hosts.loss_reasons import K, LossReasons
 from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Ending, Finish, Hosts, Lost, Places, Started
 from monarch_backend._hosts.remote_spawner import RemoteSpawner
@@ -64,6 +65,7 @@ class Host:
         self.ending: HostEnding | None = None  # once its end was announced
         self.explain: Callable[[Callable[[str], None]], None] | None = None  # reports a scheduler's reason later
         self.explain_limit = 0.0  # seconds until it has reported
+        self.successor: HostSuccessor | None = None  # once it is lost, the host that takes its place, if one may
 
 
 class HostRegistry(RuntimeExtension):
@@ -434,6 +436,27 @@ def explain_losses(mesh: HostMesh, reasons: LossReasons[K], hosts: Sequence[K]) 
         attached = runtime.hosts.find(host_id)
         attached.explain = functools.partial(reasons.find, host, later=runtime.progress.later)
         attached.explain_limit = reasons.limit
+
+
+def expect_successors(mesh: HostMesh, find: Callable[[K], HostMesh | None], hosts: Sequence[K]) -> None:
+    """Let ranks of a lost host be restarted on the host that takes its place.
+
+    ``hosts`` has each host as ``find`` takes it. ``find`` waits for the successor, and returns it as a mesh of one
+    host, or None if there will be none.
+    """
+    runtime: Any = program()
+
+    def search(host: K) -> str | None:
+        try:
+            found = find(host)
+        except RuntimeError:
+            if runtime.closing:
+                return None
+            raise
+        return None if found is None or not found.hosts else found.hosts[0]
+
+    for host_id, host in zip(mesh.hosts or (), hosts, strict=True):
+        runtime.hosts.find(host_id).successor = HostSuccessor(functools.partial(search, host))
 
 
 def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:

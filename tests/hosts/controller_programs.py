@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import monarch_backend.actor as ma
 from monarch_backend._actor.runtime import program
-from monarch_backend._hosts.attach import HostRegistry, explain_losses
+from monarch_backend._hosts.attach import HostRegistry, expect_successors, explain_losses
 from monarch_backend._hosts.loss_reasons import LossReason, LossReasons
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._transport.local.tuning import CREDIT_WINDOW
@@ -819,6 +819,52 @@ def spare(addresses: list[str], daemons: list[int]) -> None:
         return False
 
     until(back, "somebody in its place")
+    faults.none()
+
+
+def successor(addresses: list[str], strategy: Any, how: str) -> None:
+    """Ranks of a lost host wait for the host that takes its place, and are restarted there.
+
+    With ``how`` "none" there is none after all. With "stop" the mesh is stopped meanwhile.
+    """
+    faults, search, answer = expect_faults(), threading.Event(), threading.Event()
+    hosts = attach_to_workers(addresses[:2], **BOUNDS)
+
+    def find(name: str) -> HostMesh | None:
+        assert name == "gamma"
+        search.set()
+        assert answer.wait(PATIENCE)
+        return attach_to_workers(addresses[2:], **BOUNDS) if how == "found" else None
+
+    expect_successors(hosts, find, ["beta", "gamma"])
+    procs = hosts.spawn_procs({"gpus": 1}, restart=Restart(strategy, max_restarts=1, backoff=0.0))
+    workers = procs.spawn("workers", Worker)
+
+    def places() -> list[str]:
+        with contextlib.suppress(SupervisionError):
+            return [place[0] for place in workers.place.call().get(PATIENCE).values()]
+        return []
+
+    assert places() == ["beta", "gamma"]
+    os.kill(agents()["gamma"], signal.SIGKILL)
+    until(search.is_set, "the successor is searched")
+    until(lambda: places() == [], "the lost rank answers no more")
+    assert workers.slice(hosts=0).place.call_one().get(PATIENCE)[0] == "beta"
+    if how == "stop":
+        began = time.monotonic()
+        procs.stop().get(PATIENCE)
+        measured("stop of a mesh that waits for a host", began, 4.0)
+        answer.set()
+        until(lambda: not program().owner.records.by_number, "no record is left")
+        return
+    answer.set()
+    expected = ["beta", "delta" if how == "found" else "beta"]
+    until(lambda: places() == expected, "all ranks answer")
+    if how == "found":
+        more = hosts.spawn_procs({"gpus": 1}).spawn("workers", Worker)
+        assert [place[0] for place in more.place.call().get(PATIENCE).values()] == expected
+        hosts.shutdown().get(PATIENCE)
+        assert places() == [] and program().owner.records.by_number == {}
     faults.none()
 
 

@@ -103,6 +103,15 @@ def test_ranks_move_to_a_remaining_host(world: World, daemons: list[Daemon]) -> 
     world.run("spare", [daemon.address for daemon in daemons[:2]], [daemon.pid for daemon in daemons])
 
 
+@pytest.mark.parametrize(
+    ("strategy", "how"), [("one_for_one", "found"), ("all", "found"), ("one_for_one", "none"), ("one_for_one", "stop")]
+)
+def test_ranks_of_a_lost_host_wait_for_its_successor(
+    strategy: str, how: str, world: World, daemons: list[Daemon]
+) -> None:
+    world.run("successor", [daemon.address for daemon in daemons], strategy, how)
+
+
 @pytest.mark.parametrize("how", [pytest.param("killed"), pytest.param("cut off", marks=pytest.mark.slow)])
 def test_lost_controller_ends_its_processes(how: str, world: World, daemons: list[Daemon]) -> None:
     """All processes that the controller started end on every host, and the daemons serve the next controller."""

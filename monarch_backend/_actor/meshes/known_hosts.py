@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.calls.codec import HOST
@@ -51,12 +51,37 @@ class KnownHosts:
         numbers = sorted({host_of(token) for token in tokens})
         return tuple((number, name) for number in numbers if (name := self.name_of(number)) != number)
 
+    # ---- successors of lost hosts
+
+    def latest(self, host: Any) -> Any:
+        """Return the Host that has taken the place of a lost one; the same one if none has."""
+        while host.lost is not None and host.successor is not None:
+            found = self.find(host.successor.host or "")
+            if found is None:
+                break
+            host = found
+        return host
+
+    def awaited(self, tokens: Iterable[str]) -> Any:
+        """Return the HostSuccessor that the restart of one of these processes has to wait for, or None."""
+        for token in tokens:
+            if (host := self.of(token)) is not None:
+                host = self.latest(host)
+                if host.lost is not None and host.successor is not None and not host.successor.is_known:
+                    return host.successor
+        return None
+
+    def with_successors(self, hosts: Iterable[str]) -> list[str]:
+        """Return the ids of hosts, with those of their successors in place of lost ones."""
+        return [each if (host := self.find(each)) is None else self.latest(host).id for each in hosts]
+
     # ---- placement of processes
 
     def homes(self, hosts: tuple[str, ...] | None, count: int) -> list[str]:
         """Return the host of each rank. Raises RuntimeError for a lost host, or if another process has attached it."""
         if hosts is None:
             return [host_of(self._runtime.router.token)] * count
+        hosts = tuple(self.with_successors(hosts))
         for each in hosts:
             known = self.find(each)
             if known is None:
@@ -68,14 +93,20 @@ class KnownHosts:
         return [hosts[rank * len(hosts) // count] for rank in range(count)]
 
     def home_again(self, token: str, others: Sequence[str]) -> str:
-        """Return the host of a restarted process: its former host or, if that is lost, another one of its mesh."""
+        """Return the host of a restarted process.
+
+        It is its former host. If that is lost, it is the one that has taken its place, or another one of its mesh.
+        """
         host = self.of(token)
         if host is None or host.lost is None:
             return host_of(token)
+        latest = self.latest(host)
+        if latest.lost is None:
+            return str(latest.id)
         alive = [host_of(other) for other in others if (known := self.of(other)) is not None and known.lost is None]
         return min(sorted(set(alive)), key=alive.count, default=host_of(token))
 
     def is_on(self, tokens: Sequence[str], hosts: Sequence[str]) -> bool:
         """Return whether one of the processes is on one of these hosts. Without hosts: on this host."""
-        wanted = set(hosts) or {host_of(self._runtime.router.token)}
+        wanted = {*hosts, *self.with_successors(hosts)} or {host_of(self._runtime.router.token)}
         return any(host_of(token) in wanted for token in tokens)

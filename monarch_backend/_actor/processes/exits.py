@@ -132,12 +132,20 @@ class ProcessExits:
         host = self._program.hosts.of(peer.token)
         return SIGKILL_STATUS_TIMEOUT_S + (0.0 if host is None else host.explain_limit)
 
+    def report(self, member: OwnedProcess) -> None:
+        """Report the end of a process whose restart has waited for a host. Called on the reading thread."""
+        self._tell(member)
+
     def _tell(self, member: OwnedProcess) -> None:
         if member.gone:
             return
-        member.gone = True
         core, rank, owned = member.core, member.rank, member.core.owned
-        if core.stopped is not None or self._program.closing:
+        is_ending = core.stopped is not None or self._program.closing
+        if member.waits_for_host and not is_ending:
+            member.ended_while_waiting = True
+            return
+        member.gone = True
+        if is_ending:
             failure = self._program.death_of(core, rank, member.peer)
             self._program.on_process_lost(member.peer, failure)
             for future in owned.ready:
@@ -226,7 +234,9 @@ class ProcessOwner:
         self.stops = ProcessStop(
             program, records, self.starter, self.stuck, lambda owned: self.exits.settle_lost(owned)
         )
-        self.restarts = ProcessRestarts(program, records, self.starter, lambda peer: self.exits.ended(peer))
+        self.restarts = ProcessRestarts(
+            program, records, self.starter, lambda peer: self.exits.ended(peer), lambda each: self.exits.report(each)
+        )
         self.exits = ProcessExits(program, records, self.starter, self.readiness, self.restarts, self.stops)
 
 

@@ -33,6 +33,8 @@ class OwnedProcess:
     failed: str | None = None  # why it was never started
     gone: bool = False  # its end was reported
     replaced: bool = False  # it has a successor, or gets one
+    waits_for_host: bool = False  # its restart waits for the host that takes the place of its lost one
+    ended_while_waiting: bool = False  # its end is reported after that
     is_bootstrapped: bool = False
     bootstrap_failure: MeshFailure | None = None
     restart: str = ""  # text: the restart, or why there is none

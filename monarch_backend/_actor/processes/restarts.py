@@ -22,18 +22,30 @@ log = logging.getLogger("monarch_backend")
 class ProcessRestarts:
     """Restarts processes. _actor/supervision.py has the policy.
 
-    ``on_lost`` handles the end of a successor that was lost with its host before it had a record.
+    ``on_lost`` handles the end of a successor that was lost with its host before it had a record. ``report`` reports
+    the end of a process whose restart has waited.
     """
 
     def __init__(
-        self, program: Runtime, records: ProcessRecords, starter: ProcessStarter, on_lost: Callable[[Peer], None]
-    ) -> None:
+        self, program: Runtime, records: ProcessRecords, starter: ProcessStarter, on_lost: Callable[[Peer], None],
+        report: Callable[[OwnedProcess], None],
+    ) -> None:  # fmt: skip
         self._program, self._records, self._starter, self._on_lost = program, records, starter, on_lost
+        self._report = report
 
     def replace(self, owned: OwnedProcs, member: OwnedProcess) -> None:
-        """Replace a dead process, or all processes of its mesh, unless the restart limit is reached."""
+        """Replace a dead process, or all processes of its mesh, unless the restart limit is reached.
+
+        A process of a lost host is replaced when it is known which host takes its place.
+        """
         core, program, limiter = owned.core, self._program, owned.limiter
-        if limiter is None or member.replaced:
+        if limiter is None or member.replaced or member.waits_for_host:
+            return
+        is_all = limiter.policy.strategy == "all"
+        awaited = program.hosts.awaited(list(core.tokens) if is_all else [member.peer.token])
+        if awaited is not None:
+            member.waits_for_host = True
+            awaited.when_known(lambda: program.call_soon(lambda: self._replace_late(owned, member)))
             return
         member.constructing = in_constructors(owned, member)
         delay = limiter.allow()
@@ -41,7 +53,7 @@ class ProcessRestarts:
             member.restart = limiter.used_up()
             return
         member.restart = limiter.last_restart(delay)
-        ranks = list(owned.members) if limiter.policy.strategy == "all" else [member.rank]
+        ranks = list(owned.members) if is_all else [member.rank]
         formers, killed = [core.peer(rank) for rank in ranks], set()
         for rank, former in zip(ranks, formers, strict=True):
             old = owned.members[rank]
@@ -80,6 +92,13 @@ class ProcessRestarts:
                         self._not_started(owned, rank, str(error))
 
         program.progress.later(delay, again)
+
+    def _replace_late(self, owned: OwnedProcs, member: OwnedProcess) -> None:
+        member.waits_for_host = False
+        if not member.gone and owned.core.stopped is None and not self._program.closing:
+            self.replace(owned, member)
+        if member.ended_while_waiting and not member.waits_for_host:
+            self._report(member)
 
     def _tell_successors(self, core: ProcMeshState, ranks: Sequence[int], killed: Container[str]) -> None:
         """Send the tokens of all successors to all processes, in few messages.
