@@ -669,15 +669,14 @@ def _lost(mesh: HostMesh) -> bool:
 def with_notices(states: Sequence[HostStatus], file: JobFile) -> list[HostStatus]:
     """Return states in which hosts that have announced their end to this program are "ending"."""
     notices: dict[tuple[str, int], str] = {}
-    started = {(host.mesh, host.index): host.incarnation or host.process for host in file.hosts}
+    places = {(host.mesh, host.incarnation or host.process): host.index for host in file.hosts}
     with _attaching:
         attached = [(name, each, mesh.hosts) for (job, name, each), mesh in _attached.items() if job == file.id]
     for name, incarnations, hosts in attached:
-        for index, (incarnation, host_id) in enumerate(zip(incarnations, hosts or (), strict=True)):
+        for incarnation, host_id in zip(incarnations, hosts or (), strict=True):
             runtime: Any = program()
-            host = runtime.hosts.find(host_id)
-            is_same = started.get((name, index)) == incarnation
-            if is_same and host is not None and host.lost is None and host.ending is not None:
+            host, index = runtime.hosts.find(host_id), places.get((name, incarnation))
+            if index is not None and host is not None and host.lost is None and host.ending is not None:
                 notices[name, index] = str(host.ending)
     return [
         replace(each, state="ending", reason=notices[each.mesh, each.index])

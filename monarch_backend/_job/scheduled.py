@@ -5,6 +5,7 @@ The job is submitted once. Then the scheduler is asked where its hosts listen, a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from monarch_backend._core.timeouts import check_bounded
-from monarch_backend._hosts.attach import explain_losses
+from monarch_backend._hosts.attach import expect_successors, explain_losses
 from monarch_backend._hosts.loss_reasons import LossReason, LossReasons
 from monarch_backend._job import state_file
 from monarch_backend._job.base import HostStatus, Job, JobState, Plan, read_job_secret, with_notices
@@ -34,6 +35,10 @@ ATTACH_TIMEOUT_S = 15.0
 REASON_TIMEOUT_S = 2.0
 """Seconds in which a scheduler is asked why a host is lost. The loss is reported then."""
 REASON_INTERVAL_S = 0.2
+SUCCESSOR_TIMEOUT_S = 60.0
+"""Seconds in which a scheduler has to replace a lost host. Then its ranks are restarted on another host."""
+SUCCESSOR_ATTACH_TIMEOUT_S = 5.0
+SUCCESSOR_INTERVAL_S = 0.5
 
 
 _BEGUN = "unknown: a program submits it, or has died while it did: then kill() removes what there is"
@@ -78,6 +83,8 @@ class ScheduledJob(Job):
     """
 
     poll_interval_s: ClassVar[float] = POLL_INTERVAL_S
+    replaces_hosts: ClassVar[bool] = False
+    """Whether the scheduler starts another host in the place of a lost one, under its index."""
     _reason_timeout: float = REASON_TIMEOUT_S
     _loss_reasons: LossReasons[HostEntry] | None = None
 
@@ -221,7 +228,41 @@ class ScheduledJob(Job):
                 self._why_lost, self._reason_timeout, lambda: self._wait_for_change(REASON_INTERVAL_S)
             )
         explain_losses(mesh, self._loss_reasons, hosts)
+        if self.replaces_hosts:
+            expect_successors(mesh, self._find_successor, hosts)
         return mesh
+
+    def _find_successor(self, lost: HostEntry) -> HostMesh | None:
+        """Wait until the scheduler has replaced a lost host, and attach the new one. Return None if there is none.
+
+        A host that the scheduler has kept, such as after a loss of the network, is attached again.
+        """
+        until = time.monotonic() + SUCCESSOR_TIMEOUT_S
+        while time.monotonic() < until:
+            file = self._read()
+            if file is None:
+                return None
+            with contextlib.suppress(JobError):  # the scheduler or the host does not answer yet
+                here = [each for each in self._known(file) if (each.mesh, each.index) == (lost.mesh, lost.index)]
+                if not here or here[0].is_final:
+                    return None
+                if here[0].state == "up":
+                    mesh = self._attach(file, lost.mesh, [here[0].entry], SUCCESSOR_ATTACH_TIMEOUT_S)
+                    self._record(file.id, here[0].entry, until)
+                    log.info("host %s of job %s is attached again: %s", lost.where, self.name, here[0].status)
+                    return mesh
+            self._wait_for_change(min(SUCCESSOR_INTERVAL_S, max(0.0, until - time.monotonic())))
+        return None
+
+    def _record(self, job: str, host: HostEntry, until: float) -> None:
+        """Write the new address of a host to the job's file."""
+        with state_file.locked(self.path, "apply", until):
+            file = self._read()
+            if file is not None and file.id == job:
+                file.hosts = [
+                    host if (each.mesh, each.index) == (host.mesh, host.index) else each for each in file.hosts
+                ]
+                state_file.write(self.path, file)
 
     def _why_lost(self, hosts: Sequence[HostEntry]) -> list[LossReason]:
         """Return why hosts are lost. The scheduler may notice the loss later than this program."""

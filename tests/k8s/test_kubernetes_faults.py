@@ -6,7 +6,6 @@ import base64
 import ctypes
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 import monarch_backend.actor
-from monarch_backend.actor import Channel, MeshFailure, SupervisionError
+from monarch_backend.actor import Channel, MeshFailure, Restart, SupervisionError
 from monarch_backend.job import Job, JobError, KubernetesJob
 from tests.job.support import Saver, Where
 from tests.k8s.cluster import ADMIN, INSIDE, OUTSIDE, Cluster
@@ -23,6 +22,7 @@ from tests.k8s.kubelet import Api
 from tests.k8s.service_account import ServiceAccountToken
 from tests.k8s.test_kubernetes_job import IMAGE, READY_S, ended, job_of, names_of_hosts
 from tests.support import hosts as namespaces
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.k8s]
 
@@ -73,6 +73,58 @@ def test_deleted_pod_fails_with_the_reason_and_is_found_again_under_its_new_addr
     assert before[0] == after[0] and before[1] != after[1]
 
 
+def restart_on_the_next_pod(kubeconfig: str, folder: Path, server: str, namespace: str, index: int) -> dict[str, Any]:
+    job = job_of(kubeconfig, folder).add_mesh("trainers", 2, image=IMAGE, grace_period=2)
+    with ended(job):
+        job.apply(READY_S)
+        procs = job.state().trainers.spawn_procs({"gpus": 1}, restart=Restart())
+        actors = procs.spawn("where", Where)
+        failures = record_failures()
+        names = list(actors.machine.call().get(30).values())
+        before = [each.address for each in job.status()]
+
+        def answer() -> str | None:
+            try:
+                return actors.slice(hosts=index).machine.call_one().get(30)
+            except SupervisionError:
+                return None
+
+        delete_pod(Api(server, ADMIN), namespace, names[index])
+        wait_until(lambda: answer() is None)
+        wait_until(answer)
+        again = wait_for_all(actors)
+        after = [each.address for each in job.status()]
+        file = job._read()
+        assert file is not None
+        return {"names": [names, again], "addresses": [before, after], "failures": [str(each) for each in failures],
+                "file": [each.address for each in file.hosts]}  # fmt: skip
+
+
+def wait_for_all(actors: Any) -> list[str]:
+    """Return where the actors of all ranks are, once all answer."""
+
+    def answers() -> list[str]:
+        try:
+            return list(actors.machine.call().get(30).values())
+        except SupervisionError:
+            return []
+
+    return wait_until(answers)
+
+
+@pytest.mark.parametrize(
+    ("host", "index"), [(INSIDE, 1), (OUTSIDE, 1), (OUTSIDE, 0)], ids=["inside", "outside", "gateway"]
+)
+def test_ranks_of_a_deleted_pod_are_restarted_on_the_one_that_replaces_it(place: Place, host: int, index: int) -> None:
+    """From outside the first pod is the gateway to the other, which is attached again, too."""
+    found = place.run(restart_on_the_next_pod, place.kube.server, place.namespace, index, host=host)
+    names, again = found["names"]
+    assert again == names and len(set(names)) == 2 and found["failures"] == []
+    before, after = found["addresses"]
+    assert before[1 - index] == after[1 - index] and before[index] != after[index]
+    assert found["file"] == after
+
+
 def end_a_pod(kubeconfig: str, folder: Path, kube: Cluster, how: str) -> tuple[list[str], list[str]]:
     with ended(job_of(kubeconfig, folder).add_mesh("trainers", 1, image=IMAGE)) as job:
         job.apply(READY_S)
@@ -94,13 +146,6 @@ def test_pod_that_kubernetes_ends_fails_with_the_reason_and_is_used_again(place:
     [failure], [name] = place.run(end_a_pod, place.kube, how)
     assert reason in failure, failure
     assert name.endswith("-trainers-0")
-
-
-def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def resize(kubeconfig: str, folder: Path) -> list[list[str]]:

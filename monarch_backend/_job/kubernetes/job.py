@@ -81,6 +81,7 @@ class KubernetesJob(ScheduledJob):
 
     kind: ClassVar[str] = "kubernetes"
     poll_interval_s: ClassVar[float] = WATCH_S
+    replaces_hosts: ClassVar[bool] = True
 
     def __init__(
         self, namespace: str | None = None, *, name: str = "job", path: str | os.PathLike[str] | None = None,
