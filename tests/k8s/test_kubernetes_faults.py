@@ -244,6 +244,41 @@ def test_restart_of_the_api_server_does_not_disturb_a_job(place: Place) -> None:
     assert names[0].endswith("trainers-0") and state == "trainers[0]: up"
 
 
+def use_outside_through_a_restart(kubeconfig: str, folder: Path) -> dict[str, Any]:
+    with ended(job_of(kubeconfig, folder).add_mesh("trainers", 2, image=IMAGE)) as job:
+        job.apply(READY_S)
+        failures = record_failures()
+        mesh = job.state(READY_S).trainers
+        actors = mesh.spawn_procs({"gpus": 1}).spawn("where", Where)
+        restarted = mesh.spawn_procs({"gpus": 1}, restart=Restart()).spawn("where", Where)
+        names = [list(each.machine.call().get(30).values()) for each in (actors, restarted)]
+        (folder / "up").touch()
+        wait_for_file(folder / "back")
+        # The pause is longer than `silence`, so the mesh is lost.
+        wait_until(lambda: failures)
+        with pytest.raises(SupervisionError):
+            actors.machine.call().get(30)
+        names.append(wait_for_all(restarted))
+        names.append(names_of_hosts(job.state(READY_S).trainers))
+        return {"names": names, "failures": [str(each) for each in failures]}
+
+
+def test_pods_are_reached_again_from_outside_after_a_restart_of_the_api_server(place: Place) -> None:
+    with ThreadPoolExecutor() as pool:
+        program = pool.submit(place.run, use_outside_through_a_restart, host=OUTSIDE)
+        try:
+            wait_for_file(place.folder / "up")
+            place.kube.stop_api_server()
+        finally:
+            if "kube-apiserver" not in place.kube.processes:
+                place.kube.start_api_server()
+        (place.folder / "back").touch()
+        found = program.result()
+    [first, *others] = found["names"]
+    assert others == [first] * 3 and len(set(first)) == 2
+    assert all("is lost" in failure for failure in found["failures"])
+
+
 def use_with_expired_token(kubeconfig: str, folder: Path, kube: Cluster, namespace: str) -> dict[str, Any]:
     own = folder / "kubeconfig"
     own.write_text(Path(kubeconfig).read_text())
