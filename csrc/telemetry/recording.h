@@ -89,7 +89,9 @@ struct alignas(64) Slot {
   std::int32_t exit_code;
   std::uint64_t identity;  // by which the events of other processes refer to this one
   char label[192];
-  char reserved[header_bytes - 232];
+  std::uint64_t ended_ns;  // when the owner has noted the end; 0 if it has not. Written by recording_area.py
+  std::uint32_t restarts;  // processes that had the same rank of the same mesh before. Written by recording_area.py
+  char reserved[header_bytes - 244];
   Cell cells[cell_count];
   char names[names_bytes];  // each a 16-bit length and UTF-8
   Event events[event_count];

@@ -28,6 +28,7 @@ from monarch_backend._telemetry import recorder
 from monarch_backend._transport.local.event_loop import release
 from monarch_backend._transport.local.frames import Constructed, Failed
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
+from monarch_backend._transport.tokens import epoch_of
 
 _bootstrap_error: BaseException | None = None
 
@@ -102,7 +103,7 @@ def main(plan: Plan) -> None:
     oversubscribed = plan.local_processes + 1 > (os.cpu_count() or 1) if plan.local_processes else plan.oversubscribed
     blocking_calls.install()
     program = runtime.start(plan.token, oversubscribed)
-    recorder.name_mesh(plan.name)
+    recorder.name_mesh(plan.name, epoch_of(plan.token))
     owner = program.router.peer(plan.owner)
     program.server_address = plan.server
     program.root = program.router.peer(plan.root, owner)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from monarch_backend._dashboard.answers import Cause, Failure, Failures
 from monarch_backend._telemetry.kinds import Kind, Status
 from monarch_backend._telemetry.program_output import LineFilter
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording, is_alive
+from monarch_backend._telemetry.rank_states import exit_text
 from monarch_backend._telemetry.reader import EventFilter, RecordedEvent
 from monarch_backend._telemetry.subject import Subject
 
@@ -107,13 +107,11 @@ def _ended(recording: Recording) -> Iterator[Failure]:
         code = process.recorded.exit_code
         if is_alive(process) or not code:
             continue
-        recorded = process.recorded
-        last = max([recorded.started_ns, *(each.since_ns for each in recorded.activities)])
-        chain = [Cause(f"the process has ended: {_exit_text(code)}", process.label, process.pid)]
+        chain = [Cause(f"the process has ended: {exit_text(code)}", process.label, process.pid)]
         for each in process.going_on(Kind.MESSAGE):
             chain.append(Cause(f"it ran {each.name}.{each.detail}", process.label, process.pid))
         yield Failure(
-            unix_s=(last + recording.wall_offset_ns) / 1e9,  # its last activity: the time of the end is not recorded
+            unix_s=(process.recorded.last_ns + recording.wall_offset_ns) / 1e9,
             kind="process",
             what=chain[0].what,
             process=process.label,
@@ -122,13 +120,6 @@ def _ended(recording: Recording) -> Iterator[Failure]:
             log=[],
             host=process.host,
         )
-
-
-def _exit_text(code: int) -> str:
-    try:
-        return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    except ValueError:
-        return f"by signal {-code}"
 
 
 def _add_logs(failures: list[Failure], recording: Recording, there: Subject) -> None:

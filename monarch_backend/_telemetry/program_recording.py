@@ -132,6 +132,7 @@ class Recording:
             recorded.ahead_ns = ahead_ns
             recorded.started_ns -= ahead_ns
             recorded.read_ns -= ahead_ns
+            recorded.ended_ns -= ahead_ns if recorded.ended_ns else 0
             recorded.activities = [replace(each, since_ns=each.since_ns - ahead_ns) for each in recorded.activities]
             recorded.events = [each._replace(end_ns=each.end_ns - ahead_ns) for each in recorded.events]
             process._events_of_kind = None
@@ -252,18 +253,6 @@ def double(bits: int) -> float:
 def is_alive(process: ProcessRecording) -> bool:
     """Return whether the process had not ended."""
     return process.recorded.state == SlotState.ALIVE
-
-
-def last_moment(process: ProcessRecording) -> int:
-    """Return the last time that a process has recorded. Its end is not recorded."""
-    recorded = process.recorded
-    return max(
-        [
-            recorded.started_ns,
-            *(each.end_ns for each in recorded.events),
-            *(each.since_ns for each in recorded.activities),
-        ]
-    )
 
 
 def attributes_of(detail: str) -> dict[str, Any]:

@@ -22,12 +22,15 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 RUNNING = "running"
 """State of a process that has not ended."""
 
+LOST = "lost"
+"""State of an activity that had not ended when its process did."""
+
 
 @dataclass
 class Process:
     """A process of a program. Times are in seconds, memory in bytes. ``parent`` is the pid of its starter.
 
-    gpu_memory.py fills ``gpu_memory``, where asked.
+    gpu_memory.py fills ``gpu_memory``, where asked. ``restarts`` is the number of processes that had its rank before.
     """
 
     pid: int
@@ -40,6 +43,7 @@ class Process:
     cpu_seconds: float | None
     activities: list[dict[str, Any]]
     gpu_memory: int | None = None
+    restarts: int = 0
 
 
 @dataclass
@@ -136,29 +140,38 @@ def _place(found: dict[int, Program], owner: int, processes: list[Process]) -> b
 
 
 def _process(recorded: RecordedProcess, owner: int) -> Process:
-    now = time.monotonic_ns()
-    memory, cpu = _usage(recorded.pid) if recorded.state == SlotState.ALIVE else (None, None)
+    now, is_alive = time.monotonic_ns(), recorded.state == SlotState.ALIVE
+    memory, cpu = _usage(recorded.pid) if is_alive else (None, None)
     return Process(
         pid=recorded.pid,
         label=recorded.label,
-        state=RUNNING if recorded.state == SlotState.ALIVE else "ended",
+        state=RUNNING if is_alive else "ended",
         parent=owner if recorded.pid != owner else 0,
         age=(now - recorded.started_ns) / 1e9,
-        exit_code=None if recorded.state == SlotState.ALIVE else recorded.exit_code,
+        exit_code=None if is_alive else recorded.exit_code,
         memory=memory,
         cpu_seconds=cpu,
         activities=[
-            _activity(each, now) for each in recorded.activities if each.kind != Kind.SPAN or each.state != State.IDLE
+            _activity(each, now if is_alive else recorded.last_ns, is_alive)
+            for each in recorded.activities
+            if each.kind != Kind.SPAN or each.state != State.IDLE
         ],
+        restarts=recorded.restarts,
     )
 
 
-def _activity(activity: Activity, now: int) -> dict[str, Any]:
+def activity_state(activity: Activity, *, is_alive: bool) -> str:
+    """Return the state of an activity in readers: one that had not ended with its process is `LOST`."""
+    return State(activity.state).title if is_alive or activity.state in (State.IDLE, State.FAILED) else LOST
+
+
+def _activity(activity: Activity, now: int, is_alive: bool) -> dict[str, Any]:
+    """Return an activity as it was at time ``now``, the present or the end of its process."""
     return {
         "kind": Kind(activity.kind).title,
         "name": activity.name,
         "rank": activity.rank,
-        "state": State(activity.state).title,
+        "state": activity_state(activity, is_alive=is_alive),
         "detail": activity.detail if activity.state != State.IDLE else "",
         "seconds": max(0.0, (now - activity.since_ns) / 1e9),
         "ended": activity.count,

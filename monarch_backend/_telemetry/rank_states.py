@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from monarch_backend._telemetry.programs import Process
@@ -37,6 +38,18 @@ def _states(activities: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
 def _longest(activities: list[dict[str, Any]]) -> dict[str, Any] | None:
     messages = [each for each in activities if each["kind"] != "span"]  # a span says less than its message
     return max(messages or activities, key=lambda each: float(each["seconds"]), default=None)
+
+
+def exit_text(code: int) -> str:
+    """Return how a process has ended.
+
+    >>> exit_text(-9), exit_text(1)
+    ('by SIGKILL', 'exit code 1')
+    """
+    try:
+        return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    except ValueError:
+        return f"by signal {-code}"
 
 
 def title_of(activity: dict[str, Any]) -> str:

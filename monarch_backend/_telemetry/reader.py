@@ -37,7 +37,8 @@ _MESSAGES = (Kind.SENT, Kind.MESSAGE)
 _WITH_BYTES = (*_MESSAGES, Kind.COLLECTIVE, Kind.TRANSFER)
 _CELL = struct.Struct("=IHHIIQQQQIIQ")
 _KIND_AT = 4  # in a cell: 0 if it is free
-_SLOT = struct.Struct("=IIQQIiQ192s")
+_SLOT = struct.Struct("=IIQQIiQ192sQI")
+_LABEL_FIELD = 7  # in a slot
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class RecordedProcess:
 
     ``kept`` is the number of events that the ring had, wanted or not, and ``lost`` of those that it has overwritten,
     both from the first one that was asked for. ``exit_code`` is None where it is unknown. ``read_ns`` is when it was
-    read.
+    read. ``ended_ns`` is when its starter has noted its end, 0 where that is unknown. ``restarts`` is the number of
+    processes that had its rank before.
     """
 
     index: int
@@ -126,12 +128,20 @@ class RecordedProcess:
     lost: int = 0
     names: list[str] = field(default_factory=list)
     ahead_ns: int = 0
+    ended_ns: int = 0
+    restarts: int = 0
     read_ns: int = field(default_factory=time.monotonic_ns)
 
     @property
     def key(self) -> tuple[int, int]:
         """Its pid, and its start on the clock of its host."""
         return self.pid, self.started_ns + self.ahead_ns
+
+    @property
+    def last_ns(self) -> int:
+        """When it has ended. Where that is unknown, the last time that it has recorded."""
+        ends, starts = [each.end_ns for each in self.events], [each.since_ns for each in self.activities]
+        return self.ended_ns or max([self.started_ns, *ends, *starts])
 
 
 @dataclass(frozen=True)
@@ -202,7 +212,7 @@ class Area:
     def reserved(self) -> list[str]:
         """Return the labels of processes that have been started and do not record yet, or never will."""
         return [
-            _text(_SLOT.unpack(os.pread(self.descriptor, _SLOT.size, self._offset(index)))[-1])
+            _text(_SLOT.unpack(os.pread(self.descriptor, _SLOT.size, self._offset(index)))[_LABEL_FIELD])
             for index in self._slots_in(SlotState.RESERVED)
         ]
 
@@ -223,12 +233,12 @@ class Area:
 
 
 def _read(index: int, memory: mmap.mmap, wanted: EventFilter | None) -> RecordedProcess:
-    state, pid, started, written, names_used, code, identity, label = _SLOT.unpack_from(memory)
+    state, pid, started, written, names_used, code, identity, label, ended, restarts = _SLOT.unpack_from(memory)
     names = _Names(memory, min(names_used, _LAYOUT["names_bytes"]))
     process = RecordedProcess(
         index=index, pid=pid, label=_text(label), state=SlotState(state),
         started_ns=started, exit_code=code, identity=identity,
-        activities=list(_activities(memory, names)),
+        activities=list(_activities(memory, names)), ended_ns=ended, restarts=restarts,
     )  # fmt: skip
     if wanted is not None:
         known = wanted.after.get((pid, started), 0)

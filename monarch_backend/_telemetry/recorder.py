@@ -100,12 +100,12 @@ def start(owner: int, descriptor: int, index: int, label: str) -> None:
         return
 
 
-def name_mesh(name: str) -> None:
-    """Add the name of the mesh of this process to its label: "gpus 3 of trainers"."""
+def name_mesh(name: str, restarts: int = 0) -> None:
+    """Add the name of the mesh of this process to its label: "gpus 3 of trainers". Note how often it was restarted."""
     if _slot is not None and name:
         owner, descriptor, index, label = _slot
         with contextlib.suppress(OSError):  # the starter has ended
-            recording_area.set_label(owner, descriptor, index, f"{label} of {name}")
+            recording_area.describe(owner, descriptor, index, f"{label} of {name}", restarts)
 
 
 def set_identity(identity: int) -> None:

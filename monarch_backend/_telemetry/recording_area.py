@@ -29,7 +29,7 @@ MAX_ENDED = 64
 _LAYOUT = _native.recording_layout
 _SLOT_BYTES = _LAYOUT["slot_bytes"]
 _HEADER_BYTES = _LAYOUT["header_bytes"]
-_EXIT_CODE_AT, _LABEL_AT = 28, 40  # in a slot
+_EXIT_CODE_AT, _LABEL_AT, _ENDED_AT, _RESTARTS_AT = 28, 40, 232, 240  # in a slot
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 
 
@@ -89,10 +89,10 @@ class RecordingArea:
 
     def end(self, index: int, exit_code: int) -> None:
         """Note that the process of a slot has ended. The oldest slot of an ended process may be reused from now on."""
-        self._write_state(index, SlotState.ENDED)
-        os.pwrite(
-            self.descriptor, exit_code.to_bytes(4, sys.byteorder, signed=True), self._offset(index) + _EXIT_CODE_AT
-        )
+        at, now = self._offset(index), time.monotonic_ns()
+        os.pwrite(self.descriptor, exit_code.to_bytes(4, sys.byteorder, signed=True), at + _EXIT_CODE_AT)
+        os.pwrite(self.descriptor, now.to_bytes(8, sys.byteorder), at + _ENDED_AT)
+        self._write_state(index, SlotState.ENDED)  # last: a reader that sees this state finds the others
         with self._lock:
             self._ended.append(index)
             while len(self._ended) > MAX_ENDED:
@@ -137,11 +137,13 @@ def use(owner: int, descriptor: int, index: int, label: str) -> None:
         os.close(area)
 
 
-def set_label(owner: int, descriptor: int, index: int, label: str) -> None:
-    """Change the label of a slot of another process's area. Raises OSError."""
+def describe(owner: int, descriptor: int, index: int, label: str, restarts: int) -> None:
+    """Change the label of a slot of another process's area, and note its restarts. Raises OSError."""
     area = os.open(f"/proc/{owner}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         _write_label(area, index, label)
+        at = _HEADER_BYTES + index * _SLOT_BYTES + _RESTARTS_AT
+        os.pwrite(area, restarts.to_bytes(4, sys.byteorder), at)
     finally:
         os.close(area)
 

@@ -44,6 +44,7 @@ _SCHEMA = """
         id integer primary key, boot text, pid integer, started_ns integer, started_unix_ns integer, label text,
         parent integer, program_pid integer, command text, identity integer, is_alive integer, exit_code integer,
         memory_bytes integer, cpu_s real, seen_unix_ns integer, overwritten integer, activities text, names text,
+        ended_unix_ns integer, restarts integer,
         unique (boot, pid, started_ns)
     );
     create table if not exists event (
@@ -55,14 +56,15 @@ _SCHEMA = """
 """
 _COLUMNS = (
     "boot, pid, started_ns, started_unix_ns, label, parent, program_pid, command, identity, is_alive, exit_code, "
-    "memory_bytes, cpu_s, seen_unix_ns, overwritten, activities, names"
+    "memory_bytes, cpu_s, seen_unix_ns, overwritten, activities, names, ended_unix_ns, restarts"
 )
 _UPSERT = f"""
-    insert into process ({_COLUMNS}) values ({", ".join("?" * 17)})
+    insert into process ({_COLUMNS}) values ({", ".join("?" * 19)})
     on conflict do update set label = excluded.label, identity = excluded.identity, is_alive = excluded.is_alive,
         exit_code = excluded.exit_code, memory_bytes = excluded.memory_bytes, cpu_s = excluded.cpu_s,
         seen_unix_ns = excluded.seen_unix_ns, overwritten = overwritten + excluded.overwritten,
-        activities = excluded.activities, names = excluded.names
+        activities = excluded.activities, names = excluded.names, ended_unix_ns = excluded.ended_unix_ns,
+        restarts = excluded.restarts
     returning id
 """
 
@@ -182,6 +184,7 @@ class HistoryWriter:
             each.label, process.parent, each.program.pid, each.program.command, _signed(recorded.identity), is_alive,
             None if is_alive else recorded.exit_code, process.memory, process.cpu_seconds, now, recorded.lost,
             json.dumps(activities), json.dumps(recorded.names),
+            recorded.ended_ns + wall_offset_ns if recorded.ended_ns else 0, recorded.restarts,
         )  # fmt: skip
 
     def _file(self, now: int) -> Path:
@@ -339,6 +342,7 @@ def _recording(
             exit_code=row["exit_code"], identity=_unsigned(row["identity"]),
             activities=[Activity(*fields) for fields in json.loads(row["activities"])],
             events=own, kept=kept.get(key, 0), lost=overwritten[key], names=json.loads(row["names"]),
+            ended_ns=row.get("ended_unix_ns") or 0, restarts=row.get("restarts") or 0,
         )  # fmt: skip
         processes.append(ProcessRecording(recorded, program, process))
     return Recording(list(programs.values()), processes, [], now, 0, is_past=True)
@@ -387,4 +391,8 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
         connection.execute("pragma trusted_schema = off")
         if not connection.execute("select 1 from sqlite_master").fetchone():
             connection.executescript(f"begin immediate; {_SCHEMA} commit;")
+        elif not connection.execute("select 1 from pragma_table_info('process') where name = 'restarts'").fetchone():
+            with contextlib.suppress(sqlite3.OperationalError):  # of an earlier release; another process may be faster
+                connection.execute("alter table process add column ended_unix_ns integer")
+                connection.execute("alter table process add column restarts integer")
         yield connection

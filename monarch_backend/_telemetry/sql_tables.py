@@ -25,7 +25,8 @@ from monarch_backend._telemetry.program_recording import (
     double,
     is_alive,
 )
-from monarch_backend._telemetry.programs import Process, Program
+from monarch_backend._telemetry.programs import Process, Program, activity_state
+from monarch_backend._telemetry.rank_states import exit_text
 from monarch_backend._telemetry.reader import Activity, RecordedEvent, RecordedProcess
 from monarch_backend._telemetry.stacks import Stacks
 from monarch_backend._telemetry.subject import Subject, ThisMachine
@@ -63,7 +64,7 @@ COLUMNS = {
     "metrics": ("id", "timestamp_us", "name", "instrument", "value", "total", "attributes", "pid", "process"),
     "processes": (
         "pid", "label", "program_pid", "command", "parent_pid", "state", "exit_code", "timestamp_us", "memory_bytes",
-        "cpu_s", "events", "overwritten_events", "identity", "host",
+        "cpu_s", "events", "overwritten_events", "identity", "host", "ended_us", "restarts",
     ),
     "activities": (
         "pid", "process", "kind", "name", "rank", "state", "detail", "timestamp_us", "duration_us", "ended", "queue",
@@ -148,8 +149,9 @@ class Tables:
         return "open" if is_alive(process) else "lost"
 
     def _open_us(self, process: ProcessRecording, since: int) -> int | None:
-        """Return the duration so far. The end of a process that has ended is not recorded."""
-        return max(0, self._recording.now_ns - since) // 1000 if is_alive(process) else None
+        """Return the duration so far, or until the end of the process. None if that end is not recorded."""
+        end = self._recording.now_ns if is_alive(process) else process.recorded.ended_ns
+        return max(0, end - since) // 1000 if end else None
 
     # ---- processes
 
@@ -161,6 +163,7 @@ class Tables:
                 "running" if is_alive(each) else "ended", None if is_alive(each) else recorded.exit_code,
                 self._wall(recorded.started_ns), process.memory, process.cpu_seconds, recorded.kept,
                 recorded.lost, _identity(recorded.identity), each.host,
+                self._wall(recorded.ended_ns) if recorded.ended_ns else None, recorded.restarts,
             )  # fmt: skip
 
     def _activities_rows(self) -> Iterator[Row]:
@@ -169,7 +172,7 @@ class Tables:
                 is_idle = each.state == State.IDLE
                 yield (
                     process.pid, process.label, Kind(each.kind).title, each.name, each.rank,
-                    State(each.state).title,
+                    activity_state(each, is_alive=is_alive(process)),
                     None if is_idle else each.detail, self._wall(each.since_ns), self._open_us(process, each.since_ns),
                     each.count, 0 if is_idle else each.waiting, _signed(each.reference), _signed(each.value),
                     _identity(each.trace),
@@ -206,10 +209,11 @@ class Tables:
             for event in process.events(Kind.ACTOR):
                 actor, status = self._actor_id(process, event.name), "failed" if event.status else "started"
                 found.append((event.end_ns, actor, status, event.detail or None))
-            for name in process.rank_of_actor:
-                actor = self._actor_id(process, name)
-                if not is_alive(process):
-                    found.append((self._recording.now_ns, actor, "stopped", "its process has ended"))
+            for name in process.rank_of_actor if not is_alive(process) else ():
+                code = process.recorded.exit_code
+                actor, status = self._actor_id(process, name), "failed" if code else "stopped"
+                text = f"its process has ended: {exit_text(code)}" if code else "its process has ended"
+                found.append((process.recorded.last_ns, actor, status, text))
             for each in process.going_on(Kind.MESSAGE):
                 if is_alive(process):
                     status = "initializing" if each.state == State.CONSTRUCTING else "processing"
@@ -223,6 +227,8 @@ class Tables:
         procs = dict[tuple[Key, str], tuple[int, dict[str, Any]]]()
         for process, event in self._events(Kind.MESH):
             about = _object(event.detail)
+            if event.detail and not about:  # a later event of its life, such as "ready"
+                continue
             meshes = actors if "procs" in about else procs
             meshes[process.program.key, event.name] = event.end_ns, about
         ids = dict(self._mesh_ids)

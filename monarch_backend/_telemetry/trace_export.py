@@ -25,7 +25,6 @@ from monarch_backend._telemetry.program_recording import (
     attributes_of,
     double,
     is_alive,
-    last_moment,
 )
 from monarch_backend._telemetry.reader import Activity, RecordedEvent
 
@@ -138,7 +137,7 @@ def _slices(process: _Process, recording: Recording, senders: dict[int, _Process
             start = event.end_ns - event.duration_ns
             track = _own_track(kind) or process.track(event.thread)
             yield _slice(process, event, start, event.end_ns, track, args)
-    end = recording.now_ns if is_alive(process.recording) else last_moment(process.recording)
+    end = recording.now_ns if is_alive(process.recording) else recorded.last_ns
     for activity in recorded.activities:
         kind = activity.kind
         if activity.state and kind in _SLICES:

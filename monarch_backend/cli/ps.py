@@ -76,6 +76,8 @@ def _process_line(process: Process, program: Program) -> str:
         what = program.command if what.startswith("program ") else f"{what} of {program.command}"
         what += f" on {program.host}" if program.host else ""
     facts = [f"pid {process.pid}", process.state if process.exit_code is None else f"ended with {process.exit_code}"]
+    if process.restarts:
+        facts.append(f"restarted {'once' if process.restarts == 1 else f'{process.restarts} times'}")
     if process.memory is not None and process.cpu_seconds is not None:
         facts.append(f"{process.memory / 2**20:.0f} MiB")
         if process.gpu_memory is not None:
@@ -95,7 +97,8 @@ def _activity_line(activity: dict[str, object]) -> str:
     text = f"{activity['name']}{rank}: {activity['state']}"
     if activity["detail"]:
         text += f" {activity['detail']}"
-    text += f" for {duration(float(str(activity['seconds'])))}, {activity['ended']} done"
+    text += " after" if activity["state"] == "lost" else " for"
+    text += f" {duration(float(str(activity['seconds'])))}, {activity['ended']} done"
     return f"{text}, {activity['queue']} in the queue" if activity["queue"] else text
 
 

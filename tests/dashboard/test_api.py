@@ -146,7 +146,7 @@ def test_sql_returns_rows(client: TestClient) -> None:
     answer = _query(client, "select full_name, status from actors order by 1").json()
     assert answer["columns"] == ["full_name", "status"]
     assert answer["rows"] == [
-        ["loader[0]", "stopped"], ["loader[1]", "idle"], ["trainer[0]", "idle"], ["trainer[1]", "processing"],
+        ["loader[0]", "failed"], ["loader[1]", "idle"], ["trainer[0]", "idle"], ["trainer[1]", "processing"],
     ]  # fmt: skip
     assert not answer["truncated"] and answer["overwritten"] == 0
 

@@ -423,7 +423,7 @@ def test_actors_have_mesh_rank_and_status(recording: Recording) -> None:
     assert _rows(query, recording) == [
         ("napper[0]", "trainers/napper", "Napper", sizes, "idle", 3),
         ("napper[1]", "trainers/napper", "Napper", sizes, "idle", 3),
-        ("victim[0]", "victims/victim", "Worker", '{"victims": 1}', "stopped", 1),
+        ("victim[0]", "victims/victim", "Worker", '{"victims": 1}', "failed", 1),
         ("worker[0]", "trainers/worker", "Worker", sizes, "idle", 6),
         ("worker[1]", "trainers/worker", "Worker", sizes, "processing", 8),
     ]

@@ -22,7 +22,6 @@ from monarch_backend._telemetry.program_recording import (
     Recording,
     attributes_of,
     is_alive,
-    last_moment,
 )
 from monarch_backend._telemetry.reader import Activity, RecordedEvent
 from monarch_backend._telemetry.trace_context import REMOTE_PARENT
@@ -197,7 +196,7 @@ def _foreign(node: Node) -> tuple[int, int] | None:
 
 def _nodes(process: ProcessRecording) -> Iterator[Node]:
     """Yield the nodes of a process. What was open when the process ended is lost."""
-    end = None if is_alive(process) else last_moment(process)
+    end = None if is_alive(process) else process.recorded.last_ns
     for kind in (Kind.MESSAGE, Kind.SPAN):
         for event in process.events(kind):
             if event.detail != CONSTRUCTOR or kind == Kind.SPAN:
