@@ -23,7 +23,7 @@ from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend._serialization.exceptions import unpack_exception
 from monarch_backend._serialization.pickling import dumps
-from monarch_backend._telemetry import recorder
+from monarch_backend._telemetry import kinds, recorder, texts
 from monarch_backend._transport.local.frames import Construct, Constructed, Failed, Frame, Stop, Stopped
 from monarch_backend._transport.local.peer import Peer
 
@@ -58,6 +58,8 @@ class OwnedActors:
         self._unbuilt.discard(rank)
         self.constructing.discard(rank)
         if not self._unbuilt:
+            if not self.built.ready:
+                texts.life(kinds.Kind.MESH, self.core.name, "ready")
             self.built._set(None)
             below = self.core.procs.owned
             if self.limiter is None and (below is None or below.limiter is None):
@@ -157,6 +159,7 @@ class ActorMeshOwner:
             host = self._runtime.hosts.name_of(peer.token)
             death = Death(0, core.where(0), host, peer.pid, f"it was stopped: {reason}")
             core.stopped = MeshFailure(core.name, [death])
+            texts.life(kinds.Kind.MESH, core.name, "stopped", reason)
             core.owned.built._fail(core.stopped)
             for rank in range(len(core.bases)):
                 if core.dead.get(rank) is not None or core.peer(rank).gone is not None:
@@ -253,6 +256,8 @@ class ActorMeshOwner:
         cause = failure.deaths[0].what if failure.deaths else str(failure)
         if delay is not None and not gone:
             log.info("%s of %s: %s; %s", core.where(rank), core.name, cause, owned.limiter.last_restart(delay))
+            restart = f"{core.where(rank)}: {cause}; {owned.limiter.last_restart(delay)}"
+            texts.life(kinds.Kind.MESH, core.name, "restarted", restart)
             again = range(len(core.bases)) if owned.limiter.policy.strategy == "all" else [rank]
             for other in again:
                 owned.generations[other] += 1
@@ -269,6 +274,7 @@ class ActorMeshOwner:
         mesh_failure = MeshFailure(core.name, deaths, ActorMesh(core))
         mesh_failure.__cause__ = failure.__cause__
         core.dead[rank] = mesh_failure
+        texts.life(kinds.Kind.MESH, core.name, "failed", f"{core.where(rank)}: {cause}", is_failure=True)
         if owned.limiter is not None and core.peer(rank).gone is None:
             self._runtime.router.tell(core.peer(rank), Stop(core.actor, "stop", "it has died too often"))
         owned.built._fail(mesh_failure)

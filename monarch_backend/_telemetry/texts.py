@@ -13,6 +13,7 @@ from typing import Any
 from monarch_backend import _native
 from monarch_backend._core import fork
 from monarch_backend._telemetry import recorder
+from monarch_backend._telemetry.kinds import Status
 from monarch_backend._telemetry.recording_area import printable
 
 MAX_NAME_BYTES = 12 << 10
@@ -52,6 +53,12 @@ def event(kind: int, what: str, detail: str, *, status: int = 0, start_ns: int =
     if _native.is_recording():
         numbers = [_native.record_text(printable(text, MAX_RING_TEXT)) for text in (what, detail)]
         recorder.record_event(int(kind), status, numbers[0], numbers[1], start_ns, 0, value, 0)
+
+
+def life(kind: int, of: str, what: str, reason: str = "", *, is_failure: bool = False, pid: int = 0) -> None:
+    """Record that a mesh or process is ready, failed, restarted or stopped."""
+    status = Status.ERROR if is_failure else Status.OK
+    event(kind, of, f"{what}: {reason}" if reason else what, status=status, value=pid)
 
 
 def name(text: str) -> str:

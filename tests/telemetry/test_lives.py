@@ -77,6 +77,25 @@ def test_failure_of_a_killed_actor_has_the_signal_and_the_time_of_the_end(runnin
     assert started < ended < successor and abs(ended - first) < 1000
 
 
+def test_events_have_the_lives_of_meshes_and_processes(running: subprocess.Popen[str]) -> None:
+    lives = "select kind, name, detail, status from events where kind in ('mesh', 'process') order by timestamp_us"
+    found = [each for each in _rows(running, lives) if not each[2].startswith("{")]
+    processes = [each[1:] for each in found if each[0] == "process"]
+    assert [(name, detail.partition(":")[0], status) for name, detail, status in processes] == [
+        ("gpus 1 of trainers", "failed", 1), ("gpus 1 of trainers", "restarted", 0), ("gpus 1 of trainers", "ready", 0),
+    ]  # fmt: skip
+    assert "SIGKILL" in processes[0][1] and "restart 1 of 3" in processes[0][1]
+    assert processes[1][1] == "restarted: 1 of 3 within 60 s"
+    assert {each[1:3] for each in found if each[0] == "mesh"} == {("trainers", "ready"), ("trainer", "ready")}
+
+
+def test_meshes_are_not_changed_by_later_events_of_their_lives(running: subprocess.Popen[str]) -> None:
+    meshes = "select given_name, class, shape_json from meshes order by given_name"
+    assert _rows(running, meshes) == [
+        ("trainer", "Trainer", '{"gpus": 2}'), ("trainers", "ProcMesh", '{"gpus": 2}'),
+    ]  # fmt: skip
+
+
 def test_history_of_an_earlier_release_gets_the_new_columns(running: subprocess.Popen[str], tmp_path: Path) -> None:
     recording = program_recording.read(str(running.pid))
     with recording_history.HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
@@ -88,3 +107,13 @@ def test_history_of_an_earlier_release_gets_the_new_columns(running: subprocess.
         writer.append(recording)
     query = "select restarts, ended_us from processes order by 1, 2"
     assert sql.answer_from(query, str(tmp_path)).rows == sql.answer(query, recording).rows
+
+
+def test_stopped_mesh_is_recorded(tmp_path: Path) -> None:
+    with program_with_a_killed_rank(tmp_path) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert any("stopped" in line for line in process.stdout)
+        stopped = "select name, detail from events where kind = 'mesh' and detail like 'stopped%'"
+        assert [name for name, _ in _rows(process, stopped)] == ["trainers"]

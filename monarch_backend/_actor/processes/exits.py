@@ -23,9 +23,9 @@ from monarch_backend._actor.processes.restarts import ProcessRestarts
 from monarch_backend._actor.processes.start import ProcessReadiness, ProcessStarter
 from monarch_backend._actor.processes.stop import ProcessStop
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
-from monarch_backend._mesh.proc_mesh import ProcMesh
+from monarch_backend._mesh.proc_mesh import ProcMesh, label_of
 from monarch_backend._processes.spawner import Exited, LostWithHost, SpawnFailed, Started
-from monarch_backend._telemetry import last_messages
+from monarch_backend._telemetry import kinds, last_messages, texts
 from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
 
@@ -168,11 +168,13 @@ class ProcessExits:
             if member.replaced:
                 log.info("%s: %s; %s", member.peer, what, member.restart)
             what += f"; {member.restart}"
+        label, pid = label_of(core, rank)(), member.peer.pid
+        texts.life(kinds.Kind.PROCESS, label, "failed", what, is_failure=True, pid=pid)
         last_words: tuple[str, ...] = ()
         if self._starter.logs is not None and (code is None or code != 0):
             self._starter.logs.flush(owned.logs, 0.01)
             last_words = _last_words(self._starter.logs.tail(owned.logs, rank))
-        host, pid = program.hosts.name_of(member.peer.token), member.peer.pid
+        host = program.hosts.name_of(member.peer.token)
         is_here = program.waiting.is_real and program.hosts.of(member.peer.token) is None
         messages = last_messages.of_started(pid) if is_here and pid and code != 0 else ()
         death = Death(rank, core.where(rank), host, pid, what, code, last_words=last_words, messages=messages)

@@ -36,6 +36,7 @@ class OwnedProcess:
     waits_for_host: bool = False  # its restart waits for the host that takes the place of its lost one
     ended_while_waiting: bool = False  # its end is reported after that
     is_bootstrapped: bool = False
+    was_ready: bool = False  # its start as a successor was recorded
     bootstrap_failure: MeshFailure | None = None
     restart: str = ""  # text: the restart, or why there is none
     constructing: str | None = None  # text: actors whose constructors ran when it ended

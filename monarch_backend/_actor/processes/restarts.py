@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from monarch_backend._actor.processes.records import OwnedProcess, OwnedProcs, ProcessRecords, in_constructors
 from monarch_backend._actor.processes.start import ProcessStarter, new_token
-from monarch_backend._mesh.proc_mesh import ProcMeshState
+from monarch_backend._mesh.proc_mesh import ProcMeshState, label_of
 from monarch_backend._processes.spawner import HostLostError
+from monarch_backend._telemetry import kinds, texts
 from monarch_backend._transport.local.frames import MAX_REPLACED_RANKS, Replaced
 from monarch_backend._transport.local.peer import Peer
 
@@ -83,7 +84,10 @@ class ProcessRestarts:
             if core.stopped is not None or program.closing:
                 return
             try:
-                self._starter.start(owned, wanted())
+                restarted, which = wanted(), member.restart.removeprefix("restart ").partition(", in ")[0]
+                self._starter.start(owned, restarted)
+                for rank in restarted:
+                    texts.life(kinds.Kind.PROCESS, label_of(core, rank)(), "restarted", which)
             except Exception as error:  # no room for them
                 if not isinstance(error, HostLostError):  # other hosts may take them
                     log.exception("ranks of %s cannot be restarted", core.name)

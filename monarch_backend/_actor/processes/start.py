@@ -36,7 +36,7 @@ from monarch_backend._processes.main_module import main_module, refuse_import_of
 from monarch_backend._processes.resource_limits import allow_descriptors, check_count, check_spawn
 from monarch_backend._processes.spawner import RANKS_HERE, ProcessSpec, Spawner
 from monarch_backend._serialization.pickling import dumps_in_band
-from monarch_backend._telemetry import recorder
+from monarch_backend._telemetry import kinds, recorder, texts
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.tokens import host_of
 
@@ -317,6 +317,9 @@ class ProcessReadiness:
         member = self._records.by_token.get(peer.token)
         if member is not None:
             owned = member.core.owned
+            if peer.epoch and not member.was_ready and (member.is_bootstrapped or not owned.has_bootstrap):
+                member.was_ready = True
+                texts.life(kinds.Kind.PROCESS, label_of(member.core, member.rank)(), "ready", pid=peer.pid)
             if self._is_up(owned):
                 for future in owned.ready:
                     future._set(None)
@@ -326,7 +329,9 @@ class ProcessReadiness:
         if all(peer.link >= 0 for peer in owned.core.peers) and (
             not owned.has_bootstrap or all(member.is_bootstrapped for member in owned.members.values())
         ):
-            owned.was_up = True
+            if not owned.was_up:
+                owned.was_up = True
+                texts.life(kinds.Kind.MESH, owned.core.name, "ready")
             return True
         return False
 

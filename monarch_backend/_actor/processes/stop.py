@@ -15,6 +15,7 @@ from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.proc_mesh import ProcMeshState
 from monarch_backend._processes import system_calls
+from monarch_backend._telemetry import kinds, texts
 from monarch_backend._transport.local.frames import REPORT_BUSY, Setting, Stop
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class ProcessStop:
                 future._set(None)
 
         for owned in meshes:
+            if owned.core.stopped is None:
+                texts.life(kinds.Kind.MESH, owned.core.name, "stopped", reason)
             owned.core.stopped = owned.core.stopped or reason
             for peer in owned.core.peers:
                 if (
