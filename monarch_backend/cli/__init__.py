@@ -30,6 +30,7 @@ from monarch_backend.cli import (
     trace,
     up,
 )
+from monarch_backend.cli.arguments import has_reader
 
 _COMMANDS: dict[str, tuple[Any, str]] = {
     "up": (up, "make this machine a host on which controllers can start processes"),
@@ -53,9 +54,16 @@ _COMMANDS: dict[str, tuple[Any, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code. Unknown commands and options exit with 2 and a usage line."""
+    """Run one command and return the exit code. Unknown commands and options exit with 2 and a usage line.
+
+    A command whose output has no reader any more (``| head``) ends with 0.
+    """
     try:
         return _run_command(argv)
+    except BrokenPipeError:
+        if has_reader():  # of another pipe or connection
+            raise
+        return 0
     finally:
         _flush_stdout()
 
@@ -93,8 +101,9 @@ def _run_command(argv: Sequence[str] | None) -> int:
             print(f"monarch-backend run: {error}", file=sys.stderr)
             return 2
         return _launch.run(words[1:])
-    args = parser.parse_args(words)
-
+    args, unknown = parser.parse_known_args(words)
+    if unknown:  # argparse would print the usage without that of the command
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command in _COMMANDS:
         return int(_COMMANDS[args.command][0].run(args))
     from monarch_backend.cli import doctor as doctor_module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import select
 import signal
 import sys
 import threading
@@ -27,7 +28,12 @@ def nothing_there(program: str | None = None) -> str:
 
 
 def fail(command: str, reason: object) -> int:
-    """Print why a command has failed, and return its exit code 1."""
+    """Print why a command has failed, and return its exit code 1.
+
+    Raises the reason if it is a BrokenPipeError of stdout: `cli.main` ends the command.
+    """
+    if isinstance(reason, BrokenPipeError) and not has_reader():
+        raise reason
     print(f"monarch-backend {command}: {reason}", file=sys.stderr)
     return 1
 
@@ -39,6 +45,16 @@ def until_signal() -> Iterator[threading.Event]:
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield ended
+def has_reader() -> bool:
+    """Return whether stdout may still have a reader: false for a pipe that was closed at its other end."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return not any(event & select.POLLERR for _, event in poll.poll(0))
+    except (AttributeError, OSError, ValueError):  # a replaced stdout, or none
+        return True
+
+
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,0 +1,87 @@
+"""What the commands that look at programs share: a reader that leaves, --rank, --json, and usage lines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from monarch_backend import cli
+from monarch_backend._core import platform
+from monarch_backend._telemetry import programs
+from monarch_backend._telemetry.programs import Program
+from tests.telemetry.programs import busy_program
+
+pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="programs are found in /proc")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    with busy_program(str(tmp_path_factory.mktemp("program"))) as process:
+        yield process
+
+
+def _without_reader(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command whose stdout is a pipe that is closed at its other end."""
+    left, right = os.pipe()
+    os.close(left)
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "monarch_backend.cli", *words],
+            stdout=right,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(right)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ps", "{pid}", "--json"],
+        ["stack", "{pid}"],
+        ["top", "{pid}", "--once"],
+        ["sql", "select * from events", "{pid}"],
+        ["trace", "{pid}", "-o", "-"],
+        ["debug", "{pid}"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_command_without_a_reader_ends_without_an_error(words: list[str], running: subprocess.Popen[str]) -> None:
+    done = _without_reader([word.format(pid=running.pid) for word in words])
+    assert done.returncode == 0, done.stderr
+    assert "Broken" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_broken_pipe_of_another_file_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: str | None) -> list[Program]:
+        raise BrokenPipeError("of a host")
+
+    monkeypatch.setattr(programs, "select", refuse)
+    with pytest.raises(BrokenPipeError, match="of a host"):
+        cli.main(["ps"])
+
+
+@pytest.mark.parametrize("words", [["ps", "--jsn"], ["stack", "--nothing"], ["kill", "1", "-x"]])
+def test_unknown_option_prints_the_usage_of_its_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: monarch-backend {words[0]} ")
+    assert f"unrecognized arguments: {words[-1]}" in error
+
+
+def test_no_program_without_a_name_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "no program of this user runs on this machine"
+    monkeypatch.setattr(programs, "programs", list)
+    assert [cli.main(["ps"]), cli.main(["ps", "--json"]), cli.main(["stack"])] == [0, 0, 0]
+    assert capsys.readouterr().out == f"{said}\n[]\n{said}\n"
+    assert cli.main(["ps", "nothing"]) == 1
