@@ -15,9 +15,10 @@ from monarch_backend._telemetry.programs import Process, Program
 PATIENCE_S = 10.0
 """Seconds in which the processes have to end after a signal that ends them."""
 
-_ENDING = frozenset(
+ENDING = frozenset(
     {signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGABRT, signal.SIGSEGV}
 )
+"""Signals after which `send` waits for the end."""
 
 
 def send(program: Program, processes: list[Process], number: signal.Signals) -> str:
@@ -46,7 +47,7 @@ def send(program: Program, processes: list[Process], number: signal.Signals) -> 
         if (owner := os.stat(f"/proc/{first.pid}").st_uid) != os.geteuid():
             raise PermissionError(f"{in_words(program, first)} belongs to user {owner}: nothing was sent")
         signal.pidfd_send_signal(next(key for key, process in descriptors.items() if process is first), number)
-        if number not in _ENDING:
+        if number not in ENDING:
             return f"sent {number.name} to {in_words(program, first)}"
         left = _wait(descriptors)
     if left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from monarch_backend.cli.arguments import add_program, fail
 
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ask ranks that are in a collective for their Python stacks",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,13 +35,22 @@ def run(args: argparse.Namespace) -> int:
         made.write(args.output)
     except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("flight-recorder", error)
+    ranks = []
     for rank, process in made.processes.items():
         entries = made.of_rank[rank]["entries"]
         open_ones = sum(entry["state"] == "started" for entry in entries)
+        about = {"rank": rank, "label": process.label, "pid": process.pid}
+        ranks.append({**about, "collectives": len(entries), "not_completed": open_ones})
+    if args.json:
+        not_read = [str(each) for each in recording.unread]
+        print(json.dumps({"folder": args.output, "ranks": ranks, "not_read": not_read}, indent=1))
+        return 0
+    for each in ranks:
         print(
-            f"rank {rank} ({process.label}, pid {process.pid}): {len(entries)} collectives, {open_ones} not completed"
+            f"rank {each['rank']} ({each['label']}, pid {each['pid']}): {each['collectives']} collectives, "
+            f"{each['not_completed']} not completed"
         )
     print(f"Analyse them with: python -m torch.distributed.flight_recorder.fr_trace {args.output}")
-    for each in recording.unread:
-        print(f"not read: {each}")
+    for unread in recording.unread:
+        print(f"not read: {unread}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--signal", metavar="NAME", type=_signal, default=signal.SIGTERM, help="signal to send; TERM by default"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def _signal(name: str) -> signal.Signals:
@@ -45,14 +47,28 @@ def run(args: argparse.Namespace) -> int:
             for each in unread:
                 fail("kill", f"not read: {each}")
             find = _targets_in_job if there.is_of_hosts else _targets
-            program, processes = find(args.job, chosen, args.rank)
-            print(there.send_signal(program, processes, args.signal))
-    except (LookupError, NotImplementedError, OSError, TimeoutError, JobError) as error:
+            program, processes = find(args.job, chosen, args.ranks)
+            said = there.send_signal(program, processes, args.signal)
+    except (LookupError, NotImplementedError, OSError, TimeoutError, ValueError, JobError) as error:
         return fail("kill", error)
+    print(json.dumps(_as_json(program, processes, args.signal), indent=1) if args.json else said)
     return 0
 
 
-def _targets(name: str, chosen: list[Program], rank: str | None) -> tuple[Program, list[Process]]:
+def _as_json(program: Program, processes: list[Process], number: signal.Signals) -> dict[str, Any]:
+    from monarch_backend._telemetry.process_signals import ENDING
+
+    return {
+        "program": program.pid,
+        "command": program.command,
+        "host": program.host,
+        "signal": number.name,
+        "sent_to": processes[0].pid,
+        "ended": [{"pid": each.pid, "label": each.label} for each in processes] if number in ENDING else [],
+    }
+
+
+def _targets(name: str, chosen: list[Program], ranks: list[str] | None) -> tuple[Program, list[Process]]:
     """Return the program, and the processes that are to end. The first one gets the signal. Raises LookupError."""
     from monarch_backend._telemetry import programs
 

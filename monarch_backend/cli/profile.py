@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch_backend._telemetry.labels import is_among
 from monarch_backend.cli.arguments import add_program, fail
 
 if TYPE_CHECKING:
+    from monarch_backend._telemetry.profile_result import ProfileResult
     from monarch_backend._telemetry.programs import Process, Program
     from monarch_backend._telemetry.subject import Member, Subject
 
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         metavar="WHICH",
         help='only these processes: labels ("gpus 3"), pids, or indices of dimensions ("hosts=0 gpus=0,2-3")',
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     )
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--seconds", type=float, metavar="N", help="how long the profile lasts")
@@ -48,10 +51,13 @@ def run(args: argparse.Namespace) -> int:
                 fail("profile", f"not read: {each}")
             ranks = _ranks(chosen, args.ranks)
             if args.flame:
-                return _write_flames(there, args.flame, args.seconds, ranks)
+                return _write_flames(there, args.flame, args.seconds, ranks, as_json=args.json)
             _check_writable(args.output)
             result = there.profile(ranks, seconds=args.seconds, steps=args.steps)
             counts = result.save(args.output)
+    if args.json:
+        print(json.dumps(_as_json(args, result, counts), indent=1))
+        return 0 if result.labels else 1
     except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("profile", error)
     except KeyboardInterrupt:
@@ -63,6 +69,17 @@ def run(args: argparse.Namespace) -> int:
     for label, problem in result.problems.items():
         print(f"no profile of {label}: {problem}")
     for line in result.shortfalls(args.steps):
+def _as_json(args: argparse.Namespace, result: ProfileResult, counts: dict[str, int]) -> dict[str, Any]:
+    return {
+        "file": args.output,
+        "slices": counts.get("X", 0),
+        "profiled": result.labels,
+        "problems": result.problems,
+        "shortfalls": result.shortfalls(args.steps),
+        "clock_error_bound_ns": result.clock_error_bound_ns,
+    }
+
+
         print(line)
     return 0 if result.labels else 1
 
@@ -101,7 +118,7 @@ def _is_of_runtime(process: Process) -> bool:
     return process.label == "gateway" or process.label.startswith("agent ")
 
 
-def _write_flames(there: Subject, path: str, seconds: float | None, ranks: list[Member]) -> int:
+def _write_flames(there: Subject, path: str, seconds: float | None, ranks: list[Member], *, as_json: bool) -> int:
     """Write a flame graph of each process: to ``path``, or with the pid in the name for several."""
     from monarch_backend._telemetry import py_spy
 
@@ -125,6 +142,14 @@ def _write_flames(there: Subject, path: str, seconds: float | None, ranks: list[
             return str(error)
         return ""
 
+    if as_json:
+        found = [
+            {"label": member[1].label, "pid": member[1].pid, "host": member[0].host, "problem": problem}
+            | ({} if problem else {"file": str(target_of(member))})
+            for member, problem in zip(ranks, problems, strict=True)
+        ]
+        print(json.dumps(found, indent=1))
+        return 1 if all(problems) else 0
     with ThreadPoolExecutor(len(ranks)) as pool:
         problems = list(pool.map(write, ranks))
     for member, problem in zip(ranks, problems, strict=True):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
+from typing import TYPE_CHECKING, Any
 
 from monarch_backend.cli.arguments import add_program, fail, nothing_there
+
+if TYPE_CHECKING:
+    from monarch_backend._telemetry.program_recording import Recording
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="trace.json", help="file to write; default trace.json, - for stdout"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object about the file instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
     except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("trace", error)
     out = sys.stderr if to_stdout else sys.stdout
+    if args.json:
+        print(json.dumps(_as_json(args.output, recording, counts), indent=1), file=out)
+        return 0
     print(
         f"{args.output}: {counts.get('X', 0)} slices, {counts.get('s', 0)} arrows and {counts.get('C', 0)} values of "
         f"{len(recording.processes)} processes. Open it in https://ui.perfetto.dev",
@@ -47,3 +56,18 @@ def run(args: argparse.Namespace) -> int:
     for each in recording.unread:
         print(f"not read: {each}", file=out)
     return 0
+
+
+def _as_json(path: str, recording: Recording, counts: dict[str, int]) -> dict[str, Any]:
+    return {
+        "file": path,
+        "slices": counts.get("X", 0),
+        "arrows": counts.get("s", 0),
+        "values": counts.get("C", 0),
+        "processes": [
+            {"pid": each.pid, "label": each.label, "host": each.host, "overwritten_events": each.recorded.lost}
+            for each in recording.processes
+        ],
+        "clock_error_ns": recording.clock_error_ns,
+        "not_read": [str(each) for each in recording.unread],
+    }

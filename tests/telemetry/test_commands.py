@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from monarch_backend import cli
 from monarch_backend._core import platform
-from monarch_backend._telemetry import programs
-from monarch_backend._telemetry.programs import Program
+from monarch_backend._telemetry import profiles, programs
+from monarch_backend._telemetry.profile_result import ProfileResult
+from monarch_backend._telemetry.program_recording import Recording
+from monarch_backend._telemetry.programs import Program, select
+from monarch_backend._telemetry.subject import ThisMachine
 from tests.telemetry.programs import busy_program
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="programs are found in /proc")
@@ -75,6 +80,48 @@ def test_unknown_option_prints_the_usage_of_its_command(words: list[str], capsys
     error = capsys.readouterr().err
     assert error.startswith(f"usage: monarch-backend {words[0]} ")
     assert f"unrecognized arguments: {words[-1]}" in error
+
+
+def test_kill_as_json_has_what_was_sent(running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]) -> None:
+    [program] = select(str(running.pid))
+    assert cli.main(["kill", str(running.pid), "--rank", "gpus 0", "--signal", "CONT", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "program": running.pid,
+        "command": program.command,
+        "host": "",
+        "signal": "SIGCONT",
+        "sent_to": program.processes[1].pid,
+        "ended": [],
+    }
+
+
+def test_trace_as_json_has_the_file_and_processes(
+    running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    assert cli.main(["trace", str(running.pid), "-o", str(path), "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert about["file"] == str(path) and about["not_read"] == []
+    assert about["slices"] == sum(each["ph"] == "X" for each in events) > 40
+    assert [each["label"] for each in about["processes"]][1:] == ["gpus 0 of trainers", "gpus 1 of trainers"]
+
+
+def test_profile_as_json_has_the_file_and_the_problems(
+    running: subprocess.Popen[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    found = [profiles.Profile(1, "gpus 0", steps=3), profiles.Profile(2, "gpus 1", problem="it is stopped")]
+    result = ProfileResult(found, Recording([], [], [], 0, 0))
+    monkeypatch.setattr(ThisMachine, "profile", lambda *_, **length: result)
+    path = tmp_path / "trace.json"
+    assert cli.main(["profile", str(running.pid), "--steps", "5", "-o", str(path), "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["file"] == str(path) and path.exists()
+    assert (about["profiled"], about["problems"]) == (["gpus 0"], {"gpus 1": "it is stopped"})
+    assert about["shortfalls"] == ["gpus 0 (pid 1) made 3 of 5 steps in 60 s"]
 
 
 def test_no_program_without_a_name_is_no_error(
