@@ -31,6 +31,8 @@ from monarch_backend._launch import run_script
 from monarch_backend._processes import child_bootstrap, fork_server, system_calls
 from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S
 from monarch_backend._processes.spawner import Event, Exited, ProcessSpec, Spawner, Started
+from monarch_backend._telemetry import recorder
+from monarch_backend._telemetry.labels import LAUNCHER
 
 _log = logging.getLogger("monarch_backend")
 
@@ -158,6 +160,7 @@ class Ranks:
         self._processes: dict[int, RankProcess] = {}
         self._ended = 0
         self._server = server
+        recorder.area(LAUNCHER)  # before the spawner makes it
         self._spawner = Spawner(self._on_event, connection=server.connection)
         # The path of a new interpreter, without the entry of the launcher's own script.
         safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated

@@ -5,18 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+LAUNCHER = "launcher"
+"""Label of the process of `monarch-backend run`. Those of its ranks are as "rank 1: train.py"."""
+
+_INDICES = r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*"
+
 
 def is_named(label: str, name: str, pid: int | None = None) -> bool:
-    """Return whether ``name`` stands for the process with this label: all of it, or without the name of its mesh.
+    """Return whether ``name`` stands for the process with this label: all of it, or without its mesh or program.
 
     With ``pid``, also that of the process stands for it.
 
     >>> [is_named("gpus 3 of trainers", name) for name in ("gpus 3 of trainers", "gpus 3", "gpus")]
     [True, True, False]
-    >>> is_named("gpus 3 of trainers", "17", 17)
-    True
+    >>> is_named("gpus 3 of trainers", "17", 17), is_named("rank 1: ddp.py", "rank 1")
+    (True, True)
     """
-    return name in (label, label.partition(" of ")[0]) or (pid is not None and name == str(pid))
+    return name in (label, _place(label)) or (pid is not None and name == str(pid))
+
+
+def _place(label: str) -> str:
+    """Return a label without the name of its mesh or program: "gpus 3", "rank 1"."""
+    of_launcher = re.match(r"(rank \d+): ", label)
+    return of_launcher[1] if of_launcher else label.partition(" of ")[0]
+
+
+def in_words(ranks: Sequence[str]) -> str:
+    """Return the words of a user that chose processes, for an error.
+
+    >>> in_words(["gpus 7", "9"])
+    "'gpus 7' or '9'"
+    """
+    return " or ".join(map(repr, ranks))
 
 
 def mesh_of(label: str) -> str:
@@ -29,18 +49,37 @@ def mesh_of(label: str) -> str:
 
 
 def is_among(label: str, pid: int, which: str) -> bool:
-    """Return whether a process is one of ``which``: pids or labels, or dimensions as in "hosts=0 gpus=0,2-3".
+    """Return whether a process is one of ``which``: pids or labels, also folded ones, or indices of dimensions.
 
-    Raises ValueError for a range that is none.
+    Numbers alone are pids, or ranks of the launcher. Raises ValueError for a range that is none.
 
-    >>> [is_among("gpus 3 of trainers", 17, which) for which in ("gpus=0,2-3", "gpus 3", "17,18", "gpus=4", "gpus")]
-    [True, True, True, False, False]
+    >>> of_mesh = ("gpus=0,2-3", "gpus 2-3", "gpus 3", "17,18", "gpus 3 of trainers", "gpus=3 of trainers")
+    >>> all(is_among("gpus 3 of trainers", 17, which) for which in of_mesh)
+    True
+    >>> any(is_among("gpus 3 of trainers", 17, which) for which in ("gpus=4", "gpus", "3", "gpus 2-3 of readers"))
+    False
+    >>> [is_among("rank 1: ddp.py", 17, which) for which in ("1", "0-1", "rank 0-1", "rank=1", "2")]
+    [True, True, True, True, False]
     """
-    if "=" in which:
-        wanted = {name: numbers_of(numbers) for name, numbers in re.findall(r"([^\s=]+)=(\S*)", which)}
-        at = {name: int(index) for name, index in re.findall(r"(\S+) (\d+)", label)}
-        return all(at.get(name) in numbers for name, numbers in wanted.items())
-    return any(is_named(label, word, pid) for word in (which, *map(str.strip, which.split(","))))
+    if any(is_named(label, word, pid) for word in (which, *map(str.strip, which.split(",")))):
+        return True
+    place, mesh = _place(label), mesh_of(label)
+    wanted, _, of_mesh = which.partition(" of ")
+    if of_mesh and of_mesh != mesh:
+        return False
+    if "=" in wanted:
+        ranges = {name: numbers_of(numbers) for name, numbers in re.findall(r"([^\s=]+)=(\S*)", wanted)}
+        at = {name: int(index) for name, index in re.findall(r"(\S+) (\d+)", place)}
+        return all(at.get(name) in numbers for name, numbers in ranges.items())
+    folded = re.fullmatch(rf"(?:(.+) )?({_INDICES})", wanted)
+    own = re.fullmatch(r"(.+) (\d+)", place)
+    is_of_kind = folded is not None and own is not None and (folded[1] or "rank") == own[1]
+    return is_of_kind and int(own[2]) in numbers_of(folded[2])  # type: ignore[index]
+
+
+def is_wanted(label: str, pid: int, ranks: Sequence[str] | None) -> bool:
+    """Return whether a process is among one of ``ranks``, None for all. Raises as `is_among` does."""
+    return ranks is None or any(is_among(label, pid, each) for each in ranks)
 
 
 def numbers_of(text: str) -> set[int]:
@@ -65,13 +104,15 @@ def fold_labels(labels: Iterable[str]) -> str:
     'gpus 0-1,3 of trainers; program train.py'
     >>> fold_labels(["gpus 0", "gpus 1", "gpus 2", "gpus 5"]), fold_labels(["hosts 0 gpus 1", "rank 2: train.py"])
     ('gpus 0-2,5', 'hosts 0 gpus 1; rank 2: train.py')
+    >>> fold_labels(["rank 0: train.py", "rank 1: train.py"])
+    'rank 0-1: train.py'
     """
     numbers: dict[tuple[str, str], list[int]] = {}
     for label in labels:
-        rank, of, mesh = label.partition(" of ")
+        rank = _place(label)
         prefix, _, last = rank.rpartition(" ")
         if last.isdecimal() and prefix:
-            numbers.setdefault((f"{prefix} ", f"{of}{mesh}"), []).append(int(last))
+            numbers.setdefault((f"{prefix} ", label[len(rank) :]), []).append(int(last))
         else:
             numbers.setdefault((label, ""), [])
     return "; ".join(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monarch_backend._telemetry import log_files, log_history
-from monarch_backend._telemetry.labels import is_named
+from monarch_backend._telemetry.labels import is_among
 from monarch_backend._telemetry.log_history import HistoryReader, LogLine
 from monarch_backend._telemetry.programs import Program
 
@@ -77,7 +77,7 @@ class LineFilter:
         def is_wanted(line: LogLine) -> bool:
             return (
                 line.time >= after
-                and (not self.ranks or any(is_named(line.label, name, line.pid) for name in self.ranks))
+                and (not self.ranks or any(is_among(line.label, line.pid, name) for name in self.ranks))
                 and (not self.pattern or search(line.text) is not None)
             )
 

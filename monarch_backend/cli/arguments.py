@@ -22,9 +22,32 @@ def add_program(parser: argparse.ArgumentParser, *, or_job: bool = False) -> Non
     parser.add_argument("program", nargs="?", metavar="PROGRAM", help=what)
 
 
+def add_ranks(parser: argparse.ArgumentParser, text: str = "only these processes") -> None:
+    """Add the option --rank, also --ranks, as the list ``ranks``: `labels.is_among` has its grammar."""
+    parser.add_argument(
+        "--rank",
+        "--ranks",
+        dest="ranks",
+        metavar="WHICH",
+        action="append",
+        help=f'{text}: labels or pids ("gpus 3", "gpus 0-1", "rank 1", 4711), or indices of dimensions '
+        '("hosts=0 gpus=0,2-3"); repeatable',
+    )
+
+
 def nothing_there(program: str | None = None) -> str:
     """Return what a command says that has found no program where it looks."""
     return "no program of this user runs there" if program else "no program of this user runs on this machine"
+
+
+def has_reader() -> bool:
+    """Return whether stdout may still have a reader: false for a pipe that was closed at its other end."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return not any(event & select.POLLERR for _, event in poll.poll(0))
+    except (AttributeError, OSError, ValueError):  # a replaced stdout, or none
+        return True
 
 
 def fail(command: str, reason: object) -> int:
@@ -45,16 +68,6 @@ def until_signal() -> Iterator[threading.Event]:
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield ended
-def has_reader() -> bool:
-    """Return whether stdout may still have a reader: false for a pipe that was closed at its other end."""
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        return not any(event & select.POLLERR for _, event in poll.poll(0))
-    except (AttributeError, OSError, ValueError):  # a replaced stdout, or none
-        return True
-
-
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from monarch_backend._telemetry.labels import fold_labels
-from monarch_backend.cli.arguments import fail
+from monarch_backend.cli.arguments import add_ranks, fail
 from monarch_backend.cli.ps import duration
 
 if TYPE_CHECKING:
@@ -33,11 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="WORD", help="PROGRAM is a pid of it, or a part of its command; see above"
     )
-    parser.add_argument(
-        "--ranks",
-        metavar="WHICH",
-        help='only these processes: a label ("gpus 3"), a pid, or indices of dimensions ("hosts=0 gpus=0,2-3")',
-    )
+    add_ranks(parser)
     parser.add_argument("--program", metavar="PROGRAM", help="only processes of this program")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from monarch_backend._telemetry.labels import is_named
-from monarch_backend.cli.arguments import fail
+from monarch_backend._telemetry.labels import in_words, is_wanted
+from monarch_backend.cli.arguments import add_ranks, fail
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.programs import Process, Program
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROGRAM",
         help="the program's pid, a part of the command of only one program, or a job's name or file",
     )
-    parser.add_argument("--rank", metavar="LABEL", help='only this process, as "gpus 3"')
+    add_ranks(parser, "only this process, not several")
     parser.add_argument(
         "--signal", metavar="NAME", type=_signal, default=signal.SIGTERM, help="signal to send; TERM by default"
     )
@@ -82,30 +82,30 @@ def _targets(name: str, chosen: list[Program], ranks: list[str] | None) -> tuple
         raise LookupError(
             f"{name} is a process of program {program}: give {program.pid}, and --rank {label!r} for this process alone"
         )
-    if rank is None:
+    if ranks is None:
         return program, sorted(running, key=lambda each: each.pid != program.pid)
-    return program, [_one([(program, each) for each in running], rank)[1]]
+    return program, [_one([(program, each) for each in running], ranks)[1]]
 
 
-def _targets_in_job(name: str, chosen: list[Program], rank: str | None) -> tuple[Program, list[Process]]:
-    """Return a process of a job with its program. Raises LookupError, also without ``rank``: a job is not a program."""
+def _targets_in_job(name: str, chosen: list[Program], ranks: list[str] | None) -> tuple[Program, list[Process]]:
+    """Return a process of a job with its program. Raises LookupError, also without ranks: a job is not a program."""
     from monarch_backend._telemetry import programs
 
-    if rank is None:
+    if ranks is None:
         here = programs.listed(program for program in chosen if not program.host)
         raise LookupError(
             f"{name!r} is a job: add --rank for one of its processes, or give the pid of a program that uses it, with "
             f"which its processes end on all hosts; on this machine: {here}"
         )
-    found = _one([(program, each) for program in chosen for each in program.processes if each.exit_code is None], rank)
+    found = _one([(program, each) for program in chosen for each in program.processes if each.exit_code is None], ranks)
     return found[0], [found[1]]
 
 
-def _one(running: list[tuple[Program, Process]], rank: str) -> tuple[Program, Process]:
-    found = [(program, each) for program, each in running if is_named(each.label, rank)]
+def _one(running: list[tuple[Program, Process]], ranks: list[str]) -> tuple[Program, Process]:
+    found = [(program, each) for program, each in running if is_wanted(each.label, each.pid, ranks)]
     if not found:
-        raise LookupError(f"no running process is {rank!r}; there are {[each.label for _, each in running]}")
+        raise LookupError(f"no running process is {in_words(ranks)}; there are {[each.label for _, each in running]}")
     if len(found) > 1:
         there = [f"{each.label} (pid {each.pid}){f' on {where.host}' * bool(where.host)}" for where, each in found]
-        raise LookupError(f"{rank!r} stands for {there}: name one mesh")
+        raise LookupError(f"{in_words(ranks)} stands for {there}: name one process, also its mesh if there are several")
     return found[0]

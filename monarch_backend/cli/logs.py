@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from monarch_backend._core.parallel import in_parallel
-from monarch_backend._telemetry.labels import is_named
-from monarch_backend.cli.arguments import add_program, fail, nothing_there
+from monarch_backend._telemetry.labels import LAUNCHER, in_words, is_wanted
+from monarch_backend.cli.arguments import add_program, add_ranks, fail, nothing_there
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.log_history import LogLine
@@ -28,7 +28,7 @@ _POLL_OF_HOSTS_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add_program(parser, or_job=True)
-    parser.add_argument("--rank", metavar="LABEL", action="append", help='only this process, as "gpus 3"; repeatable')
+    add_ranks(parser)
     parser.add_argument("--follow", action="store_true", help="go on with new lines until the program ends, or Ctrl-C")
     parser.add_argument(
         "--grep", metavar="RE", type=_pattern, help="only lines in which this regular expression occurs"
@@ -67,20 +67,16 @@ def _show(args: argparse.Namespace, there: Subject, chosen: list[Program]) -> in
     from monarch_backend._telemetry.program_output import LineFilter
 
     pattern = "" if args.grep is None else args.grep.pattern
-    wanted = LineFilter(tuple(args.rank or ()), pattern, args.since)
+    wanted = LineFilter(tuple(args.ranks or ()), pattern, args.since)
     read = there.follow if args.follow else there.lines
     found = in_parallel(lambda program: _read(read, program, wanted), chosen)
     if not args.follow and not any(lines.is_kept for lines in found if lines is not None):
-        pids = ", ".join(str(program.pid) for program in chosen)
-        return fail(
-            "logs",
-            f"program {pids} keeps no output: it has started no processes yet, or MONARCH_LOG_HISTORY_BYTES is 0 there",
-        )
-    if args.rank:
+        return fail("logs", "; ".join(_why_nothing_is_kept(program) for program in chosen))
+    if args.ranks:
         labels = list(dict.fromkeys(label for lines in found if lines is not None for label in lines.labels))
-        known = [*((label, None) for label in labels), *((p.label, p.pid) for each in chosen for p in each.processes)]
-        if not any(is_named(label, name, pid) for label, pid in known for name in args.rank):
-            return fail("logs", f"no process is {args.rank}; there are {labels}")
+        known = [*((label, 0) for label in labels), *((p.label, p.pid) for each in chosen for p in each.processes)]
+        if not any(is_wanted(label, pid, args.ranks) for label, pid in known):
+            return fail("logs", f"no process is {in_words(args.ranks)}; there are {labels}")
     several = len(chosen) > 1
     first = [(program, line) for program, lines in zip(chosen, found, strict=True) if lines for line in lines.lines]
     if several and not args.follow and there.is_of_hosts:
@@ -92,6 +88,20 @@ def _show(args: argparse.Namespace, there: Subject, chosen: list[Program]) -> in
         left = [program for program, lines in zip(chosen, found, strict=True) if lines is not None]
         _follow(args, there, left, wanted, several=several)
     return 0
+
+
+def _why_nothing_is_kept(program: Program) -> str:
+    label = program.processes[0].label if program.processes else ""
+    if label == LAUNCHER or label.startswith("rank "):
+        whose = "its ranks write" if label == LAUNCHER else "it writes"
+        return (
+            f"program {program.pid} keeps no output: {whose} to the terminal of the launcher, and to files in its "
+            "--log-dir with --tee 3 or --redirects 3"
+        )
+    return (
+        f"program {program.pid} keeps no output: it has started no processes yet, or MONARCH_LOG_HISTORY_BYTES is 0 "
+        "there"
+    )
 
 
 def _read(read: Callable[[Program, LineFilter], Lines], program: Program, wanted: LineFilter) -> Lines | None:

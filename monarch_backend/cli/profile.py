@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._telemetry.labels import is_among
-from monarch_backend.cli.arguments import add_program, fail
+from monarch_backend._telemetry.labels import in_words, is_wanted
+from monarch_backend.cli.arguments import add_program, add_ranks, fail
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.profile_result import ProfileResult
@@ -23,15 +23,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add_program(parser, or_job=True)
-    parser.add_argument(
-        "--ranks",
-        metavar="WHICH",
-        help='only these processes: labels ("gpus 3"), pids, or indices of dimensions ("hosts=0 gpus=0,2-3")',
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    )
+    add_ranks(parser)
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--seconds", type=float, metavar="N", help="how long the profile lasts")
     length.add_argument("--steps", type=int, metavar="N", help="how many calls of telemetry.step() it covers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     written = parser.add_mutually_exclusive_group()
     written.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="timeline; default trace.json")
     written.add_argument("--flame", metavar="FILE.svg", help="write a flame graph of Python code instead; needs py-spy")
@@ -55,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
             _check_writable(args.output)
             result = there.profile(ranks, seconds=args.seconds, steps=args.steps)
             counts = result.save(args.output)
-    if args.json:
-        print(json.dumps(_as_json(args, result, counts), indent=1))
-        return 0 if result.labels else 1
     except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("profile", error)
     except KeyboardInterrupt:
         return fail("profile", "interrupted; nothing was written")
+    if args.json:
+        print(json.dumps(_as_json(args, result, counts), indent=1))
+        return 0 if result.labels else 1
     print(
         f"{args.output}: {counts.get('X', 0)} slices, profiles of {len(result.labels)} of {len(ranks)} processes, "
         f"times within {result.clock_error_bound_ns / 1000:.1f} us. Open it in https://ui.perfetto.dev"
@@ -69,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
     for label, problem in result.problems.items():
         print(f"no profile of {label}: {problem}")
     for line in result.shortfalls(args.steps):
+        print(line)
+    return 0 if result.labels else 1
+
+
 def _as_json(args: argparse.Namespace, result: ProfileResult, counts: dict[str, int]) -> dict[str, Any]:
     return {
         "file": args.output,
@@ -78,10 +78,6 @@ def _as_json(args: argparse.Namespace, result: ProfileResult, counts: dict[str, 
         "shortfalls": result.shortfalls(args.steps),
         "clock_error_bound_ns": result.clock_error_bound_ns,
     }
-
-
-        print(line)
-    return 0 if result.labels else 1
 
 
 def _check_writable(path: str) -> None:
@@ -94,14 +90,14 @@ def _check_writable(path: str) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
 
 
-def _ranks(programs: list[Program], which: str | None) -> list[Member]:
+def _ranks(programs: list[Program], which: list[str] | None) -> list[Member]:
     """Return the chosen processes; without a choice all, but not a program's own process beside those it started.
 
     Gateways, agents and daemons run nothing of the program, and are left out.
     """
     running = [(program, each) for program in programs for each in program.processes if each.state == "running"]
     if which is not None:
-        chosen = [member for member in running if is_among(member[1].label, member[1].pid, which)]
+        chosen = [member for member in running if is_wanted(member[1].label, member[1].pid, which)]
     else:
         ranks = [(program, each) for program, each in running if each.parent and not _is_of_runtime(each)]
         with_ranks = {program.key for program, _ in ranks}
@@ -110,7 +106,9 @@ def _ranks(programs: list[Program], which: str | None) -> list[Member]:
         chosen = ranks if has_hosts else sorted([*ranks, *own], key=running.index)
     if not chosen:
         labels = ", ".join(f"{each.label} (pid {each.pid})" for _, each in running) or "none"
-        raise LookupError(f"no process is {which!r}; there are: {labels}" if which else "no program of this user runs")
+        raise LookupError(
+            f"no process is {in_words(which)}; there are: {labels}" if which else "no program of this user runs"
+        )
     return chosen
 
 
@@ -142,6 +140,8 @@ def _write_flames(there: Subject, path: str, seconds: float | None, ranks: list[
             return str(error)
         return ""
 
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        problems = list(pool.map(write, ranks))
     if as_json:
         found = [
             {"label": member[1].label, "pid": member[1].pid, "host": member[0].host, "problem": problem}
@@ -150,8 +150,6 @@ def _write_flames(there: Subject, path: str, seconds: float | None, ranks: list[
         ]
         print(json.dumps(found, indent=1))
         return 1 if all(problems) else 0
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        problems = list(pool.map(write, ranks))
     for member, problem in zip(ranks, problems, strict=True):
         label = member[1].label
         print(f"no flame graph of {label}: {problem}" if problem else f"{target_of(member)}: {label}")

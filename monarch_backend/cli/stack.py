@@ -7,8 +7,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._telemetry.labels import is_named
-from monarch_backend.cli.arguments import add_program, fail, nothing_there
+from monarch_backend._telemetry.labels import LAUNCHER, in_words, is_wanted
+from monarch_backend.cli.arguments import add_program, add_ranks, fail, nothing_there
 from monarch_backend.cli.ps import findings
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add_program(parser, or_job=True)
-    parser.add_argument("--rank", metavar="LABEL", help="only processes with this pid or label, such as 'gpus 3'")
+    add_ranks(parser)
     parser.add_argument("--all-threads", action="store_true", help="also threads and calls of monarch_backend itself")
     parser.add_argument("--native", action="store_true", help="also C frames; needs py-spy")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
@@ -36,16 +36,16 @@ def run(args: argparse.Namespace) -> int:
             raise LookupError("--native needs py-spy: pip install py-spy")
         with look_at(args.program) as there:
             chosen, unread = there.programs()
-            found = [(program, _selected(program, args.rank)) for program in chosen]
-            if args.rank is not None and not any(processes for _, processes in found):
+            found = [(program, _selected(program, args.ranks)) for program in chosen]
+            if args.ranks is not None and not any(processes for _, processes in found):
                 labels = ", ".join(each.label for program in chosen for each in program.processes)
-                raise LookupError(f"no process is {args.rank!r}; there are: {labels}")
+                raise LookupError(f"no process is {in_words(args.ranks)}; there are: {labels}")
             read = []
             for program, processes in found:
                 if processes:
                     stacks = there.stacks(program.host, [each.pid for each in processes], native=args.native)
                     read.append((program, list(zip(processes, stacks, strict=True))))
-    except (LookupError, NotImplementedError, JobError) as error:
+    except (LookupError, NotImplementedError, ValueError, JobError) as error:
         return fail("stack", error)
     for each in unread:
         print(f"not read: {each}", file=sys.stderr)
@@ -58,12 +58,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _selected(program: Program, rank: str | None) -> list[Process]:
-    return [
-        each
-        for each in program.processes
-        if each.state == "running" and (rank is None or is_named(each.label, rank, each.pid))
-    ]
+def _selected(program: Program, ranks: list[str] | None) -> list[Process]:
+    return [each for each in program.processes if each.state == "running" and is_wanted(each.label, each.pid, ranks)]
 
 
 def as_text(program: Program, read: list[tuple[Process, Stacks]], *, all_threads: bool = False) -> str:
@@ -72,6 +68,10 @@ def as_text(program: Program, read: list[tuple[Process, Stacks]], *, all_threads
 
     where = f" on {program.host}" if program.host else ""
     lines = [f"{program.command} (pid {program.pid}{where})", *findings(program)]
+    if not all_threads:  # a launcher runs no code of the program
+        launchers = [process for process, stacks in read if process.label == LAUNCHER and not stacks.problem]
+        read = [(process, stacks) for process, stacks in read if process not in launchers]
+        lines += [f"\n{heading([each])}\n    starts the ranks, and waits for their end" for each in launchers]
     blocks = fold(read, all_threads=all_threads)
     lines += [f"\n{heading(processes)}\n{block}" for block, processes in blocks.items()]
     return "\n".join(lines)

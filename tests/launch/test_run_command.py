@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch_backend._core import platform
 from tests.launch import scripts
 from tests.launch.launcher import PATIENCE, Launched, finish, gone, launch, launching, until
 
@@ -210,3 +212,40 @@ def test_dead_fork_server_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "the fork server closed the connection" in done.stderr
     assert all(gone(pid) for pid in _pids(tmp_path))
+
+
+WAITS = """
+import os, sys, time
+import torch.distributed as dist
+dist.init_process_group("monarch")
+dist.barrier()
+if dist.get_rank() == 0:
+    print("ready", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.skipif(not platform.HAS_MEMFD, reason="programs are found in /proc")
+def test_launcher_is_named_and_its_ranks_are_found_by_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from monarch_backend.cli import main
+
+    script, end = _write(tmp_path, "waits_for_a_file.py", WAITS), tmp_path / "end"
+    with launching("monarch", "--nproc-per-node=2", script, str(end), directory=tmp_path) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        pid = str(process.pid)
+        assert main(["ps", pid]) == 0
+        assert capsys.readouterr().out.startswith("launcher of ")
+        assert main(["stack", pid]) == 0
+        text = capsys.readouterr().out
+        assert f"launcher (pid {pid}):\n    starts the ranks, and waits for their end" in text
+        assert "waits for messages" not in text and "waits_for_a_file.py:" in text
+        assert main(["stack", pid, "--rank", "1"]) == 0
+        assert re.search(r"^rank 1: .* \(pid \d+\):$", capsys.readouterr().out, re.MULTILINE)
+        assert main(["logs", pid]) == 1
+        error = capsys.readouterr().err
+        assert "its ranks write to the terminal of the launcher" in error and "--log-dir with --tee 3" in error
+        end.touch()
+        assert process.wait(PATIENCE) == 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from monarch_backend._core import platform
 from monarch_backend._telemetry import profiles, programs
 from monarch_backend._telemetry.profile_result import ProfileResult
 from monarch_backend._telemetry.program_recording import Recording
-from monarch_backend._telemetry.programs import Program, select
+from monarch_backend._telemetry.programs import Process, Program, select
 from monarch_backend._telemetry.subject import ThisMachine
 from tests.telemetry.programs import busy_program
 
@@ -80,6 +82,61 @@ def test_unknown_option_prints_the_usage_of_its_command(words: list[str], capsys
     error = capsys.readouterr().err
     assert error.startswith(f"usage: monarch-backend {words[0]} ")
     assert f"unrecognized arguments: {words[-1]}" in error
+
+
+OF_THE_LAUNCHER = ["1", "rank 1", "rank 1: ddp.py", "rank=1", "4711", "1-3", "rank 1-3"]
+
+
+def _launched() -> Program:
+    def process(pid: int, label: str) -> Process:
+        return Process(pid, label, "running", 0 if pid == 4700 else 4700, 1.0, None, None, None, [])
+
+    return Program(
+        4700, "ddp.py", [process(4700, "launcher"), process(4710, "rank 0: ddp.py"), process(4711, "rank 1: ddp.py")]
+    )
+
+
+@pytest.mark.parametrize("option", ["--rank", "--ranks"])
+@pytest.mark.parametrize("rank", OF_THE_LAUNCHER)
+def test_rank_of_the_launcher_has_several_names(
+    rank: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def stacks(_: ThisMachine, host: str, pids: list[int], **options: Any) -> list[Any]:
+        asked.append(pids)
+        raise LookupError("no stacks here")
+
+    def send(_: ThisMachine, program: Program, processes: list[Process], number: signal.Signals) -> str:
+        asked.append([each.pid for each in processes])
+        return "sent"
+
+    def profile(_: ThisMachine, members: list[Any], **length: Any) -> ProfileResult:
+        asked.append([each.pid for _, each in members])
+        raise LookupError("no profile here")
+
+    monkeypatch.setattr(programs, "select", lambda _: [_launched()])
+    for name, function in (("stacks", stacks), ("send_signal", send), ("profile", profile)):
+        monkeypatch.setattr(ThisMachine, name, function)
+    cli.main(["kill", "ddp.py", option, rank])
+    cli.main(["profile", "ddp.py", option, rank, "--seconds", "1"])
+    cli.main(["stack", "ddp.py", option, rank])
+    assert asked == [[4711]] * 3, capsys.readouterr()
+
+
+@pytest.mark.parametrize("rank", ["gpus=0-1", "gpus 0-1", "gpus 0-1 of trainers"])
+def test_several_ranks_have_one_name(
+    rank: str, running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["stack", str(running.pid), "--rank", rank, "--json"]) == 0
+    [program] = json.loads(capsys.readouterr().out)
+    assert [each["label"] for each in program["processes"]] == ["gpus 0 of trainers", "gpus 1 of trainers"]
+    assert cli.main(["logs", str(running.pid), "--rank", rank]) == 0
+    assert "sleeps" in capsys.readouterr().out
+    assert cli.main(["kill", str(running.pid), "--rank", rank]) == 1
+    assert f"{rank!r} stands for ['gpus 0 of trainers (pid" in capsys.readouterr().err
+    assert cli.main(["stack", str(running.pid), "--rank", "gpus=x"]) == 1
+    assert "'x' is not a list of indices" in capsys.readouterr().err
 
 
 def test_kill_as_json_has_what_was_sent(running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]) -> None:

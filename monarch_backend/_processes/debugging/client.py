@@ -15,7 +15,7 @@ from typing import Any
 from monarch_backend._core import platform
 from monarch_backend._processes import local_sockets
 from monarch_backend._processes.debugging.messages import SOCKET_PREFIX, Peer
-from monarch_backend._telemetry.labels import is_among
+from monarch_backend._telemetry.labels import in_words, is_wanted
 
 STATUS_TIMEOUT_S = 1.0
 """Seconds that waiting processes have to answer. One that runs a command of another client does not."""
@@ -84,25 +84,24 @@ def _order(word: str) -> tuple[int, str]:
     return (int(word), "") if word.isdecimal() else (-1, word)
 
 
-def select_processes(which: str | None, processes: Sequence[WaitingProcess]) -> list[WaitingProcess]:
-    """Return the processes that ``which`` names: a pid, an id or a label, or dimensions as in "hosts=0 gpus=0,2-3".
+def select_processes(which: Sequence[str] | None, processes: Sequence[WaitingProcess]) -> list[WaitingProcess]:
+    """Return the processes that ``which`` names, by ids or as `labels.is_among` does.
 
     None stands for all. Raises LookupError if there are none, and ValueError for a range that is none.
 
     >>> ranks = [WaitingProcess(f"{pid}.1", pid, f"gpus {pid - 100}") for pid in (100, 101, 102)]
-    >>> [each.pid for each in select_processes("gpus=0,2", ranks)]
+    >>> [each.pid for each in select_processes(["gpus=0,2"], ranks)]
     [100, 102]
-    >>> [each.label for each in select_processes("101", ranks)], len(select_processes(None, ranks))
+    >>> [each.label for each in select_processes(["101"], ranks)], len(select_processes(None, ranks))
     (['gpus 1'], 3)
     """
-    if which is None:
-        chosen = list(processes)
-    else:
-        words = [word.strip() for word in which.split(",")]
-        chosen = [each for each in processes if is_among(each.label, each.pid, which) or each.id in (which, *words)]
+    ids = {word.strip() for words in which or () for word in words.split(",")}
+    chosen = [each for each in processes if is_wanted(each.label, each.pid, which) or each.id in ids]
     if not chosen:
         there = "; ".join(f"{each.label} (pid {each.pid})" for each in processes) or "none"
-        raise LookupError(f"no waiting process is {which!r}; there are: {there}" if which else "no process waits")
+        raise LookupError(
+            f"no waiting process is {in_words(which)}; there are: {there}" if which else "no process waits"
+        )
     return chosen
 
 
