@@ -104,6 +104,7 @@ def main(plan: Plan) -> None:
     blocking_calls.install()
     program = runtime.start(plan.token, oversubscribed)
     recorder.name_mesh(plan.name, epoch_of(plan.token))
+    channel.set_label(f"{channel.label} of {plan.name}")
     owner = program.router.peer(plan.owner)
     program.server_address = plan.server
     program.root = program.router.peer(plan.root, owner)

@@ -50,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if len(words) != _ACTIONS[action]:
         print(f"monarch-backend debug: wrong arguments: {' '.join(args.words)}\n\n{DESCRIPTION}", file=sys.stderr)
         return 2
+    if action == "run" and not words[0].strip():
+        print("monarch-backend debug: the command is empty, and would repeat none: name one of pdb", file=sys.stderr)
+        return 2
     try:
         processes = _of_program(client.waiting_processes(), args.program)
         if action == "list":
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             print(client.as_json(processes) if args.json else _listed(processes))
             return 0
         if action == "attach":
-            return _attach(client.select_processes(words[0], processes))
+            return _attach(client.select_processes(words, processes))
         chosen = client.select_processes(args.ranks, processes)
     except (LookupError, OSError, ValueError, NotImplementedError) as error:
         return fail("debug", error)

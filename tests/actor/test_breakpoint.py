@@ -113,7 +113,7 @@ class AsyncTrainer(Actor):
 
 @pytest.fixture(scope="module")
 def trainers() -> Iterator[ActorMesh]:
-    with this_host().spawn_procs({"gpus": 2}) as procs:
+    with this_host().spawn_procs({"gpus": 2}, name="trainers") as procs:
         mesh = procs.spawn("trainers", Trainer)
         mesh.traced.call().get(PATIENCE)  # they have started before the first test looks for leaks
         yield mesh
@@ -172,7 +172,7 @@ def test_ranks_wait_at_once_answer_a_command_and_continue(
     shown = Terminal(capfd)
     future = trainers.step.call(10)
     first, second = _wait_for(2)
-    assert [each.label for each in (first, second)] == ["gpus 0", "gpus 1"]
+    assert [each.label for each in (first, second)] == ["gpus 0 of trainers", "gpus 1 of trainers"]
     assert (first.function, first.file) == ("step", __file__)
     assert _answers([first, second], "p double") == ["10\n", "11\n"]
     assert _answers([second], "double = 50") == [""]
@@ -180,7 +180,7 @@ def test_ranks_wait_at_once_answer_a_command_and_continue(
     assert list(future.get(PATIENCE).values()) == [20, 100]
     for each in (first, second):
         line = f"{each.label} (pid {each.pid}) waits at {each.where}: monarch-backend debug"
-        shown.wait(f"[{each.label}] {line}", stream="err")
+        shown.wait(f"[{each.label.removesuffix(' of trainers')}] {line}", stream="err")
     assert not any(trainers.traced.call().get(PATIENCE).values()), "tracing would slow the program"
 
 
@@ -199,15 +199,15 @@ def test_command_line_lists_selects_folds_and_continues(
     assert main(["debug", str(first.pid), "--json"]) == 0
     assert [each["pid"] for each in json.loads(capsys.readouterr().out)] == [first.pid, second.pid]
     assert main(["debug", "run", "p number", *mine]) == 0
-    assert capsys.readouterr().out == "[gpus 0-1] 10\n"
+    assert capsys.readouterr().out == "[gpus 0-1 of trainers] 10\n"
     assert main(["debug", "run", "p double", "--ranks", "gpus=1", *mine]) == 0
-    assert capsys.readouterr().out == "[gpus 1] 11\n"
+    assert capsys.readouterr().out == "[gpus 1 of trainers] 11\n"
     assert main(["debug", "run", "p double", "--json", *mine]) == 0
     assert [each["answer"] for each in json.loads(capsys.readouterr().out)] == ["10\n", "11\n"]
     assert main(["debug", "run", "p 1", "--ranks", "gpus=7", *mine]) == 1
-    assert "no waiting process is 'gpus=7'; there are: gpus 0" in capsys.readouterr().err
+    assert "no waiting process is 'gpus=7'; there are: gpus 0 of trainers" in capsys.readouterr().err
     assert main(["debug", "attach", "gpus=0-1", *mine]) == 1
-    assert f"attach to one of them: {first.id} (gpus 0), {second.id}" in capsys.readouterr().err
+    assert f"attach to one of them: {first.id} (gpus 0 of trainers), {second.id}" in capsys.readouterr().err
     assert main(["debug", "run", *mine]) == 2
     assert main(["debug", "continue", *mine]) == 0
     assert future.get(PATIENCE)
@@ -264,10 +264,10 @@ def test_threads_of_a_process_wait_each_for_itself(trainers: ActorMesh, capsys: 
     future = trainers.slice(gpus=0).in_thread.call_one()
     both = _wait_for(2)
     assert {each.thread for each in both} == {"thread 0", "thread 1"} and len({each.pid for each in both}) == 1
-    [second] = client.select_processes(both[1].id, both)
+    [second] = client.select_processes([both[1].id], both)
     assert _answers([second], "p threading.current_thread().name") == [f"{second.thread!r}\n"]
     assert main(["debug", str(second.pid)]) == 0
-    assert [line.split()[3] for line in capsys.readouterr().out.splitlines()] == [each.id for each in both]
+    assert [line.split()[5] for line in capsys.readouterr().out.splitlines()] == [each.id for each in both]
     _continue(both)
     future.get(PATIENCE)
 
@@ -292,6 +292,30 @@ def test_completion_is_that_of_pdb_in_the_process(trainers: ActorMesh) -> None:
     assert future.get(PATIENCE) == 2
 
 
+def test_empty_line_repeats_only_a_command_of_the_same_client(trainers: ActorMesh) -> None:
+    future = trainers.slice(gpus=0).step.call_one(1)
+    [process] = _wait_for(1)
+    assert _answers([process], "self.count = getattr(self, 'count', 0) + 1") == [""]
+    assert _answers([process], "") == [""]
+    lines = iter(["", "p self.count", "", "continue"])
+    shown: list[str] = []
+    assert Attachment(process).run(lambda _: next(lines), shown.append) == "the program continues"
+    assert [text for text in shown if text.strip().isdecimal()] == ["1\n", "1\n"]
+    assert future.get(PATIENCE) == 2
+
+
+@_NEEDS_PROC
+def test_empty_command_is_refused(trainers: ActorMesh, capsys: pytest.CaptureFixture[str]) -> None:
+    future = trainers.step.call(1)
+    mine = ["--program", str(_wait_for(2)[0].pid)]
+    assert main(["debug", "run", "number = 7", *mine]) == 0
+    for command in ("", "  "):
+        assert main(["debug", "run", command, *mine]) == 2
+        assert "the command is empty" in capsys.readouterr().err
+    assert main(["debug", "continue", *mine]) == 0
+    assert future.get(PATIENCE)
+
+
 @_NEEDS_PROC
 def test_second_client_is_refused_until_the_first_has_left(
     trainers: ActorMesh, capfd: pytest.CaptureFixture[str]
@@ -310,7 +334,8 @@ def test_second_client_is_refused_until_the_first_has_left(
     assert Attachment(process).run(read_line, print) == "detached: the process waits on"
     shown = Terminal(capfd)
     shown.wait(
-        f"[gpus 0] gpus 0 (pid {process.pid}) still waits at {process.where}: monarch-backend debug", stream="err"
+        f"[gpus 0] gpus 0 of trainers (pid {process.pid}) still waits at {process.where}: monarch-backend debug",
+        stream="err",
     )
     _continue(_wait_for(1))
     assert future.get(PATIENCE) == 2
@@ -369,7 +394,7 @@ def test_process_waits_without_its_controller_only_until_that_ends(warm: WarmInt
     run = warm.start(tmp_path / "script.py", script)
     run.read_until("waits at")
     pid = int(run.err.partition("(pid ")[2].partition(")")[0])
-    assert [each.label for each in client.waiting_processes() if each.pid == pid] == ["gpus 0"]
+    assert [each.label for each in client.waiting_processes() if each.pid == pid] == ["gpus 0 of procs-0"]
     run.signal(signal.SIGINT)
     assert "KeyboardInterrupt" in warm.finish().err
     assert not [each for each in client.waiting_processes() if each.pid == pid]
@@ -401,7 +426,7 @@ def test_terminal_completes_names_of_the_process(trainers: ActorMesh) -> None:
     [process] = _wait_for(1)
     with _attached(process) as (terminal, read_until, _):
         shown = read_until(b"(Pdb) ")
-        assert b"gpus 1 (pid %d) waits at " % process.pid in shown and b"-> " in shown
+        assert b"gpus 1 of trainers (pid %d) waits at " % process.pid in shown and b"-> " in shown
         os.write(terminal, b"p doub\t")
         read_until(b"double")
         os.write(terminal, b" + 40\n")

@@ -104,6 +104,9 @@ class Channel:
         self._written: list[str] = []
         self._start = ""  # what the debugger has written when it stopped, until the first command
         self._prompt = ""
+        self._author: Peer | None = None  # of the last command
+        self.is_same_client = False
+        """Whether the client that has sent the last command had also sent the one before it."""
 
     @property
     def is_attended(self) -> bool:
@@ -149,6 +152,7 @@ class Channel:
             self._serve()
         self._start = ""
         self._answered, command = self._commands.popleft()
+        self.is_same_client, self._author = self._author is self._answered, self._answered
         return command + "\n"
 
     # ---- clients

@@ -175,6 +175,10 @@ class RemotePdb(UserCodePdb):
 
     # ---- commands
 
+    def emptyline(self) -> Any:
+        """Repeat the last command of the same client. That of another client is not repeated."""
+        return super().emptyline() if self._channel.is_same_client else None
+
     def do_interact(self, _arg: str) -> None:
         """interact: not available here, because code.interact reads the terminal of the process."""
         self.error("interact needs a terminal of the process: use statements, such as !x = 1")
