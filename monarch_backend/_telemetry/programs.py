@@ -152,7 +152,7 @@ def _process(recorded: RecordedProcess, owner: int) -> Process:
         memory=memory,
         cpu_seconds=cpu,
         activities=[
-            _activity(each, now if is_alive else recorded.last_ns, is_alive)
+            _activity(each, now if is_alive else recorded.last_ns, is_alive, recorded.identity)
             for each in recorded.activities
             if each.kind != Kind.SPAN or each.state != State.IDLE
         ],
@@ -165,8 +165,13 @@ def activity_state(activity: Activity, *, is_alive: bool) -> str:
     return State(activity.state).title if is_alive or activity.state in (State.IDLE, State.FAILED) else LOST
 
 
-def _activity(activity: Activity, now: int, is_alive: bool) -> dict[str, Any]:
-    """Return an activity as it was at time ``now``, the present or the end of its process."""
+def _activity(activity: Activity, now: int, is_alive: bool, identity: int) -> dict[str, Any]:
+    """Return an activity as it was at time ``now``, the present or the end of its process.
+
+    The wait for a call and its messages have the same ``call``. ``identity`` is that of the process.
+    """
+    caller = {Kind.WAIT: identity, Kind.MESSAGE: activity.trace}.get(Kind(activity.kind), 0)
+    is_of_call = caller and activity.reference and activity.state != State.IDLE
     return {
         "kind": Kind(activity.kind).title,
         "name": activity.name,
@@ -175,6 +180,7 @@ def _activity(activity: Activity, now: int, is_alive: bool) -> dict[str, Any]:
         "detail": activity.detail if activity.state != State.IDLE else "",
         "seconds": max(0.0, (now - activity.since_ns) / 1e9),
         "ended": activity.count,
+        "call": f"{caller:x}.{activity.reference}" if is_of_call else "",
         "queue": activity.waiting if activity.state != State.IDLE and activity.kind != Kind.STEP else 0,
         **({"median_seconds": activity.value / 1e9, "window": activity.waiting} if activity.kind == Kind.STEP else {}),
     }

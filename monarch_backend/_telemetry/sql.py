@@ -239,7 +239,7 @@ def _explain(error: Exception, sql: str) -> str:
     known = [f"{table} has the columns {', '.join(columns)}" for table, columns in COLUMNS.items() if table in words]
     if "no such table" in text or not known:
         known = [f"the tables are {', '.join(COLUMNS)}"]
-    return f"{text}; {'; '.join(known)}"
+    return f"{text.rstrip('.')}; {'; '.join(known)}"
 
 
 __all__ = ["QueryError", "QueryResult", "ReadProcess", "Unread", "answer", "answer_from", "query", "save"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from monarch_backend._telemetry.labels import fold_numbers
 from monarch_backend.cli.arguments import add_program, fail, nothing_there
 
 if TYPE_CHECKING:
@@ -51,17 +52,20 @@ def run(args: argparse.Namespace) -> int:
     elif not chosen:
         print(nothing_there(args.program))
     else:
-        print("\n\n".join(as_text(program) for program in chosen))
+        print("\n\n".join(as_text(program, chosen) for program in chosen))
     return 0
 
 
-def as_text(program: Program) -> str:
-    """Return the tree of a program: a line per process, and below it one per activity."""
-    lines = []
+def as_text(program: Program, others: Iterable[Program] = ()) -> str:
+    """Return the tree of a program: a line per process, and below it one per activity.
+
+    ``others`` are programs in which its calls may run, such as those of other hosts.
+    """
+    lines, runs = [], _ranks_of_calls([program, *others])
     for process in program.processes:
         indent = "" if process.parent == 0 else "  "
         lines.append(f"{indent}{_process_line(process, program)}")
-        lines += [f"{indent}    {_activity_line(activity)}" for activity in process.activities]
+        lines += [f"{indent}    {_activity_line(activity, runs)}" for activity in process.activities]
     return "\n".join([*lines, *findings(program)])
 
 
@@ -86,13 +90,33 @@ def _process_line(process: Process, program: Program) -> str:
     return f"{what} ({', '.join(facts)})"
 
 
-def _activity_line(activity: dict[str, object]) -> str:
+def _ranks_of_calls(programs: Iterable[Program]) -> dict[str, set[int]]:
+    """Return the ranks that run a call now, by its ``call``."""
+    ranks: dict[str, set[int]] = {}
+    for activity in (each for program in programs for process in program.processes for each in process.activities):
+        if activity["kind"] == "message" and activity.get("call") and activity["state"] != "lost":
+            ranks.setdefault(activity["call"], set()).add(activity["rank"])
+    return ranks
+
+
+def _wait_line(activity: dict[str, object], runs: dict[str, set[int]]) -> str:
+    """Return the line of a wait for a call. The ranks that run it are missing; of queued ones nothing is recorded."""
+    what = f"{activity['name']}.{activity['detail']}" if activity["detail"] else activity["name"]
+    text = f"waits for {what} for {duration(float(str(activity['seconds'])))}"
+    if missing := sorted(runs.get(str(activity.get("call")), ())):
+        text += f", rank{'s' * (len(missing) > 1)} {fold_numbers(missing)} missing"
+    return text
+
+
+def _activity_line(activity: dict[str, object], runs: dict[str, set[int]]) -> str:
     if activity["kind"] == "wait" and activity["name"] == "breakpoint":  # of a thread, which has no rank
         return f"waits at {activity['detail']} for {duration(float(str(activity['seconds'])))}: monarch-backend debug"
     if activity["kind"] == "step":
         made = f"{activity['name']} {activity['ended']} done"
         median = f", median of the last {activity['window']} {duration(float(str(activity['median_seconds'])))}"
         return made + median * bool(activity["window"])
+    if activity["kind"] == "wait" and activity["state"] != "lost":
+        return _wait_line(activity, runs)
     rank = "" if activity["kind"] == "span" else f" rank {activity['rank']}"
     text = f"{activity['name']}{rank}: {activity['state']}"
     if activity["detail"]:

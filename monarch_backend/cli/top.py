@@ -145,7 +145,8 @@ def _doing(process: Process) -> str:
     longest = max(busy, key=lambda each: float(each["seconds"]))
     more = f" and {len(busy) - 1} more" if len(busy) > 1 else ""
     what = f"{longest['name']}.{longest['detail']}" if longest["detail"] else longest["name"]
-    return f"{longest['state']} {what} for {duration(float(longest['seconds']))}{more}"
+    state = "waits for" if longest["kind"] == "wait" else longest["state"]
+    return f"{state} {what} for {duration(float(longest['seconds']))}{more}"
 
 
 def short(number: float) -> str:

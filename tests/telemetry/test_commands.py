@@ -15,11 +15,13 @@ import pytest
 
 from monarch_backend import cli
 from monarch_backend._core import platform
-from monarch_backend._telemetry import profiles, programs
+from monarch_backend._telemetry import profiles, programs, sql
 from monarch_backend._telemetry.profile_result import ProfileResult
 from monarch_backend._telemetry.program_recording import Recording
 from monarch_backend._telemetry.programs import Process, Program, select
 from monarch_backend._telemetry.subject import ThisMachine
+from tests.support.running_script import running_script
+from tests.support.waiting import wait_until
 from tests.telemetry.programs import busy_program
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="programs are found in /proc")
@@ -179,6 +181,43 @@ def test_profile_as_json_has_the_file_and_the_problems(
     assert about["file"] == str(path) and path.exists()
     assert (about["profiled"], about["problems"]) == (["gpus 0"], {"gpus 1": "it is stopped"})
     assert about["shortfalls"] == ["gpus 0 (pid 1) made 3 of 5 steps in 60 s"]
+
+
+WAITS = """
+import threading
+from monarch_backend.actor import Actor, current_rank, endpoint, this_host
+
+
+class Trainer(Actor):
+    @endpoint
+    def hang(self):
+        if current_rank().rank == 1:
+            threading.Event().wait()
+
+
+if __name__ == "__main__":
+    this_host().spawn_procs({"gpus": 3}, name="trainers").spawn("trainer", Trainer).hang.call().get()
+"""
+
+
+def test_wait_names_the_call_and_the_missing_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def line() -> str:
+        if cli.main(["ps", name]) != 0:
+            return ""
+        lines = capsys.readouterr().out.splitlines()
+        return next((line for line in lines if "waits for trainer.hang for " in line and "missing" in line), "")
+
+    with running_script(tmp_path / "waits_for_a_rank.py", WAITS):
+        name = str(tmp_path / "waits_for_a_rank.py")
+        assert wait_until(line).endswith(", rank 1 missing")
+        assert cli.main(["top", name, "--once"]) == 0
+        assert ": waits for trainer.hang for " in capsys.readouterr().out
+
+
+def test_error_of_a_query_has_one_punctuation_mark_between_its_parts() -> None:
+    with pytest.raises(sql.QueryError) as caught:
+        sql.answer("select 1 from messages; select 2", Recording([], [], [], 0, 0))
+    assert ".;" not in str(caught.value) and "; messages has the columns" in str(caught.value)
 
 
 def test_no_program_without_a_name_is_no_error(
