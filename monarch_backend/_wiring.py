@@ -48,6 +48,12 @@ def _remote_places() -> Any:
     return remote_places.ask
 
 
+def _answer_tasks() -> Any:
+    from monarch_backend._actor.execution import task_stacks
+
+    return task_stacks.answer
+
+
 def _workspace_sync() -> Any:
     from monarch_backend._hosts import workspace_sync
 
@@ -84,6 +90,7 @@ provide("bootstrap", lambda: run_bootstrap)
 provide("actor module", _actor_module)
 provide("gateway", _gateway)
 provide("places on other hosts", _remote_places)
+provide("request tasks", _answer_tasks)
 provide("workspace sync", _workspace_sync)
 provide("replay recording", _replay_recording)
 provide("setting rdma", _rdma)

@@ -28,6 +28,11 @@ def program() -> Runtime:
     return _program
 
 
+def started() -> Runtime | None:
+    """Return the runtime of this process, None if it has not started."""
+    return _program
+
+
 def set_program(runtime: Runtime) -> None:
     global _program
     _program = runtime

@@ -20,13 +20,14 @@ from monarch_backend._telemetry import (
     py_spy,
 )
 from monarch_backend._telemetry.kinds import Kind
+from monarch_backend._telemetry.process_stacks import read_all
 from monarch_backend._telemetry.profiles import Profile
 from monarch_backend._telemetry.program_output import FollowedOutput, LineFilter, Lines
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.programs import Process, Program, of_pid, programs
 from monarch_backend._telemetry.rates import ProcessKey, RateMeter, Rates
 from monarch_backend._telemetry.reader import EventFilter
-from monarch_backend._telemetry.stacks import Stacks, read_all
+from monarch_backend._telemetry.stacks import Stacks
 
 NAME = "monarch reader"
 """Name of the mesh of a reader. Its processes are left out of all that is read."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import linecache
 import os
+from collections import Counter
 
 from monarch_backend._core.package_folder import PACKAGE_FOLDER
 from monarch_backend._telemetry.labels import fold_labels
 from monarch_backend._telemetry.programs import Process
-from monarch_backend._telemetry.stacks import Frame, Stacks, Thread
+from monarch_backend._telemetry.stacks import Frame, Stacks, Task, Thread
 
 
 def fold(read: list[tuple[Process, Stacks]], *, all_threads: bool = False) -> dict[str, list[Process]]:
@@ -29,14 +30,25 @@ def _block(stacks: Stacks, all_threads: bool) -> str:
     if stacks.problem:
         return f"    no stack: {stacks.problem}"
     shown = [each for each in reversed(stacks.threads) if (all_threads or not each.is_runtime)]
+    unread = [f"    the tasks of its async actors are unknown: {stacks.unread_tasks}"] if stacks.unread_tasks else []
     if not shown:
-        return "    runs no code of the program: it waits for messages"
+        return unread[0] if unread else "    runs no code of the program: it waits for messages"
     texts = []
     for number, thread in enumerate(shown):
+        if isinstance(thread, Task):
+            continue
         name = thread.name or ("main thread" if thread is stacks.threads[-1] else "another thread")
         title = [f"    {name}:"] if len(shown) > 1 or number else []
         texts.append("\n".join([*title, *_calls(thread, all_threads)]))
-    return "\n".join(texts)
+    tasks = Counter((each.name, "\n".join(_awaits(each, all_threads))) for each in shown if isinstance(each, Task))
+    for (name, calls), count in tasks.items():
+        texts.append(f"    {name}{f', {count} times' if count > 1 else ''}:\n{calls}")
+    return "\n".join([*texts, *unread])
+
+
+def _awaits(task: Task, whole: bool) -> list[str]:
+    calls = _calls(task, whole) if whole or any(each.is_user for each in task.frames) else []
+    return [*calls, f"      waits for {task.awaits}"] if task.awaits else calls
 
 
 def _calls(thread: Thread, whole: bool) -> list[str]:

@@ -12,12 +12,11 @@ import os
 import re
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from monarch_backend import _native
 from monarch_backend._core.package_folder import PACKAGE_FOLDER
-from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry import py_spy
 from monarch_backend._telemetry.discovery import descriptor_named
 from monarch_backend._telemetry.stack_signal import FILE_NAME, stack_signal
@@ -77,6 +76,7 @@ class Thread:
 
     frames: tuple[Frame, ...]
     name: str = ""
+    ident: int = 0
 
     @property
     def is_runtime(self) -> bool:
@@ -94,17 +94,42 @@ class Thread:
         return self.frames[-1] if self.frames else None
 
 
+@dataclass(frozen=True)
+class Task(Thread):
+    """A task of an async actor that waits, and its coroutines, the outermost first. Its name says what it does.
+
+    ``ident`` is of the thread with the event loop. ``awaits`` is "worker.step" for a reply of this endpoint. A task of
+    a message has its ``endpoint``, the identity of its ``caller`` and the call's ``number``, 0 without a reply.
+    """
+
+    actor: str = ""
+    rank: int = 0
+    endpoint: str = ""
+    caller: int = 0
+    number: int = 0
+    awaits: str = ""
+
+    @property
+    def is_runtime(self) -> bool:
+        """Whether the task runs nothing of the program, and waits for no reply."""
+        return not self.awaits and super().is_runtime
+
+
 @dataclass
 class Stacks:
-    """Threads of a process, the main thread last. ``problem`` says why there are none."""
+    """Threads of a process, the main thread last. ``problem`` says why there are none.
+
+    Tasks of async actors are before the threads, and ``unread_tasks`` says why they are not.
+    """
 
     pid: int
     threads: list[Thread] = field(default_factory=list)
     problem: str = ""
+    unread_tasks: str = ""
 
 
 def read(pid: int, *, native: bool = False, timeout: float = ANSWER_TIMEOUT_S, with_py_spy: bool = True) -> Stacks:
-    """Return the stacks of a process. ``native`` adds C frames and needs py-spy.
+    """Return the stacks of the threads of a process. ``native`` adds C frames and needs py-spy.
 
     A process that does not answer within ``timeout`` seconds is read with py-spy, if that is wanted and installed.
     """
@@ -119,20 +144,6 @@ def read(pid: int, *, native: bool = False, timeout: float = ANSWER_TIMEOUT_S, w
         if found.problem:
             found.problem = f"{error}; {found.problem}"
         return found
-
-
-def read_all(
-    pids: Sequence[int], *, native: bool = False, with_py_spy: bool = True, time_limit: float = float("inf")
-) -> list[Stacks]:
-    """Read all processes at once: each one that hangs takes a second. After the time limit no other one is asked."""
-    end = time.monotonic() + time_limit
-
-    def read_one(pid: int) -> Stacks:
-        if time.monotonic() >= end:
-            return Stacks(pid, problem=f"it was not asked: the others have taken {time_limit:g} s")
-        return read(pid, native=native, with_py_spy=with_py_spy)
-
-    return in_parallel(read_one, pids)
 
 
 def dump(pid: int, timeout: float = ANSWER_TIMEOUT_S) -> str:
@@ -177,14 +188,14 @@ def parse(text: str) -> list[Thread]:
     >>> str(thread.leaf)
     'a.py:3 in f'
     """
-    threads: list[tuple[str, list[Frame]]] = []
+    threads: list[tuple[str, int, list[Frame]]] = []
     for line in text.splitlines():
         if head := _THREAD.match(line):
-            threads.append((head[3] or "", []))
+            threads.append((head[3] or "", int(head[2], 16), []))
         elif threads and (call := _FRAME.match(line)):
             file, number, function = call.groups()
-            threads[-1][1].append(Frame(_unescape(file), int(number) if number.isdigit() else 0, _unescape(function)))
-    return [Thread(tuple(_without_start(frames[::-1])), name) for name, frames in threads if frames]
+            threads[-1][2].append(Frame(_unescape(file), int(number) if number.isdigit() else 0, _unescape(function)))
+    return [Thread(tuple(_without_start(frames[::-1])), name, ident) for name, ident, frames in threads if frames]
 
 
 def _without_start(frames: list[Frame]) -> list[Frame]:
@@ -323,6 +334,7 @@ def _with_py_spy(pid: int, *, native: bool = False) -> Stacks:
                 Frame(call["filename"], call["line"] or 0, call["name"]) for call in reversed(thread["frames"])
             ),
             thread["thread_name"] or "",
+            thread["thread_id"],
         )
         for thread in found
     ]  # fmt: skip

@@ -16,13 +16,14 @@ from monarch_backend._telemetry import (
     py_spy,
 )
 from monarch_backend._telemetry import program_recording as recordings
+from monarch_backend._telemetry.process_stacks import read_all
 from monarch_backend._telemetry.profile_result import ProfileResult
 from monarch_backend._telemetry.program_output import FollowedOutput, LineFilter, Lines
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.programs import Process, Program
 from monarch_backend._telemetry.rates import ProcessKey, RateMeter, Rates
 from monarch_backend._telemetry.reader import ALL_EVENTS, EventFilter
-from monarch_backend._telemetry.stacks import Stacks, read_all
+from monarch_backend._telemetry.stacks import Stacks
 
 Member = tuple[Program, Process]
 """A process with its program, which says on which host both are."""

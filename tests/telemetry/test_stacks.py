@@ -17,7 +17,7 @@ import pytest
 
 from monarch_backend import cli
 from monarch_backend._core import platform
-from monarch_backend._telemetry import py_spy, stacks
+from monarch_backend._telemetry import folded_stacks, process_stacks, programs, py_spy, stacks
 from monarch_backend._telemetry.stack_signal import stack_signal
 from tests.support.waiting import wait_until
 from tests.telemetry.programs import busy_program
@@ -77,7 +77,8 @@ def test_stack_prints_the_line_of_each_process(
     text = capsys.readouterr().out
     main, idle, busy = text.split("\n\n")[1:]
     assert main.startswith(f"program busy_program.py (pid {running.pid}):") and "sys.stdin.readline()" in main
-    assert idle.startswith("gpus 0 of trainers (pid ") and "waits for messages" in idle
+    assert idle.startswith("gpus 0 of trainers (pid ") and "    async endpoint wait of concurrent:\n" in idle
+    assert "in wait\n        await asyncio.sleep(1e6)\n" in idle and "waits for messages" not in idle
     assert busy.startswith("gpus 1 of trainers (pid ") and "in sleep\n        time.sleep(60)" in busy
     assert "event_loop.py" not in text
 
@@ -87,7 +88,8 @@ def test_stack_of_one_rank_as_json(running: subprocess.Popen[str], capsys: pytes
     [program] = json.loads(capsys.readouterr().out)
     [process] = program["processes"]
     assert process["label"] == "gpus 1 of trainers" and process["problem"] == ""
-    [thread] = [each for each in process["threads"] if not each["runtime"]]
+    task, thread = [each for each in process["threads"] if not each["runtime"]]
+    assert task["name"] == "async endpoint wait of concurrent" and task["frames"][-1]["function"] == "sleep"
     assert thread["frames"][-1]["source"] == "time.sleep(60)"
 
 
@@ -129,11 +131,12 @@ def test_equal_stacks_are_one_block(tmp_path: Path, capsys: pytest.CaptureFixtur
         try:
             assert process.stdout is not None and process.stdout.readline() == "begins\n"
 
-            def blocks() -> tuple[str, ...]:
+            def blocks() -> tuple[tuple[str, str], ...]:
                 cli.main(["stack", str(process.pid)])
-                return tuple(re.findall(r"^(gpus .*) \(pids? .*\):$", capsys.readouterr().out, re.MULTILINE))
+                return tuple(re.findall(r"^(gpus .*) \(pids? .*\):\n(.*)", capsys.readouterr().out, re.MULTILINE))
 
-            wait_until(lambda: blocks() == ("gpus 0-1 of workers", "gpus 2 of workers"))
+            wait_until(lambda: [each[0] for each in blocks()] == ["gpus 0-1 of workers", "gpus 2 of workers"])
+            assert blocks()[1][1] == "    runs no code of the program: it waits for messages"
         finally:
             process.kill()
 
@@ -363,3 +366,153 @@ def test_py_spy_reads_a_stopped_process() -> None:
         if "ermission" in found.problem:
             pytest.skip("py-spy needs SYS_PTRACE")
         assert [str(each.innermost) for each in found.threads] == ["<string>:8 in main"]
+
+
+ASYNC = """
+import asyncio, sys, time
+from monarch_backend.actor import Actor, concurrent_endpoint, endpoint, this_host
+
+
+class Worker(Actor):
+    def __init__(self, loop):
+        if loop == "asyncio":
+            sys.modules["uvloop"] = None
+        self.opened = asyncio.Event()
+
+    @concurrent_endpoint
+    async def loop(self):
+        return type(asyncio.get_running_loop()).__module__.partition(".")[0]
+
+    @concurrent_endpoint
+    async def wait(self):
+        await self.load()
+
+    async def load(self):
+        await self.opened.wait()  # line A
+
+    @endpoint
+    async def ask(self, other):
+        await other.wait.call_one()  # line B
+
+    @concurrent_endpoint
+    async def gather(self, other):
+        await asyncio.gather(other.wait.call_one(), self.load())  # line C
+
+    @concurrent_endpoint
+    async def values(self):
+        yield 1
+        await self.load()  # line D
+
+    @concurrent_endpoint
+    async def read(self, other):
+        async for value in other.values.call_one():  # line E
+            pass
+
+    @concurrent_endpoint
+    async def block(self):
+        time.sleep(1e6)  # line F
+
+
+if __name__ == "__main__":
+    procs = this_host().spawn_procs({"gpus": 2}, name="workers")
+    caller, other = (procs.slice(gpus=i).spawn(f"w{i}", Worker, sys.argv[1]) for i in range(2))
+    assert {caller.loop.call_one().get(), other.loop.call_one().get()} == {sys.argv[1]}
+    call = getattr(caller, sys.argv[2])
+    asked = (other,) if sys.argv[2] in ("ask", "gather", "read") else ()
+    first = caller.wait.call_one() if sys.argv[2] == "block" else None
+    futures = [call.call_one(*asked) for _ in range(int(sys.argv[3]))]
+    print("begins", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def _async_line(mark: str) -> int:
+    return next(number for number, line in enumerate(ASYNC.splitlines(), 1) if line.endswith(f"# line {mark}"))
+
+
+@contextlib.contextmanager
+def _async_program(folder: Path, *arguments: str) -> Iterator[int]:
+    """Run the program, and give its pid. It ends with the block."""
+    script = folder / "waits.py"
+    script.write_text(ASYNC)
+    with subprocess.Popen(
+        [sys.executable, str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "begins\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def _block_of(pid: int, rank: str, text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the stacks of a rank once they have this text."""
+
+    def block() -> str:
+        cli.main(["stack", str(pid), "--rank", rank])
+        found = capsys.readouterr().out
+        return found if text in found else ""
+
+    return wait_until(block)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_stack_of_an_async_endpoint_names_each_awaiting_line(
+    loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if loop == "uvloop":
+        pytest.importorskip("uvloop")
+    with _async_program(tmp_path, loop, "wait", "3") as pid:
+        text = _block_of(pid, "gpus 0", "3 times", capsys)
+    assert "    async endpoint wait of w0, 3 times:\n" in text
+    assert f"waits.py:{_async_line('A')} in load\n        await self.opened.wait()  # line A\n" in text
+    assert text.index("in wait\n        await self.load()") < text.index("in load\n")
+
+
+def test_stack_of_an_async_endpoint_names_the_awaited_endpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _async_program(tmp_path, "asyncio", "ask", "1") as pid:
+        text = _block_of(pid, "gpus 0", "waits for w1.wait", capsys)
+        assert f"waits.py:{_async_line('B')} in ask\n" in text
+        assert "async endpoint wait of w1:" in _block_of(pid, "gpus 1", "in load", capsys)
+
+
+def test_stack_names_the_tasks_that_an_async_endpoint_gathers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _async_program(tmp_path, "asyncio", "gather", "1") as pid:
+        text = _block_of(pid, "gpus 0", "waits for w1.wait", capsys)
+    assert f"async endpoint gather of w0:\n      {tmp_path}/waits.py:{_async_line('C')} in gather\n" in text
+    assert "    another task of w0:\n      waits for w1.wait" in text
+    assert f"    another task of w0:\n      {tmp_path}/waits.py:{_async_line('A')} in load\n" in text
+
+
+def test_stack_of_an_async_generator_and_of_its_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with _async_program(tmp_path, "asyncio", "read", "1") as pid:
+        assert f"waits.py:{_async_line('E')} in read" in _block_of(pid, "gpus 0", "waits for w1.values", capsys)
+        assert f"waits.py:{_async_line('D')} in values" in _block_of(pid, "gpus 1", "in load", capsys)
+
+
+def test_stack_of_a_blocked_event_loop_names_the_blocking_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _async_program(tmp_path, "asyncio", "block", "1") as pid:
+        text = _block_of(pid, "gpus 0", "in block", capsys)
+    assert f"    main thread:\n      {tmp_path}/waits.py:{_async_line('F')} in block\n" in text
+    assert "async endpoint wait of w0:" in text and "async endpoint block" not in text
+
+
+def test_tasks_of_a_process_that_keeps_the_gil_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _async_program(tmp_path, "asyncio", "wait", "1") as pid:
+        _block_of(pid, "gpus 0", "in load", capsys)
+        monkeypatch.setattr(process_stacks, "MIN_TASKS_TIMEOUT_S", 0.0)
+        monkeypatch.setattr(process_stacks.Request, "answer", lambda _: None)  # as it is then
+        [program] = programs.select(str(pid))
+        [rank] = [each.pid for each in program.processes if each.label.startswith("gpus 0")]
+        found = process_stacks.read(rank, timeout=0.3)
+    assert "it does not answer: it sleeps" in found.unread_tasks
+    [text] = folded_stacks.fold([(program.processes[0], found)])
+    assert text.startswith("    the tasks of its async actors are unknown: it does not answer")

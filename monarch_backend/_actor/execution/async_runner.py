@@ -146,7 +146,7 @@ class AsyncActorRunner(ActorRunner):
         assert code.loop is not None
         assert self.blueprint is not None
         key = (peer, frame.ref or id(message))
-        task = code.tasks[key] = code.loop.create_task(self._one(message))
+        task = code.tasks[key] = code.loop.create_task(self._one(message), name=called.method)
         task.add_done_callback(lambda _: code.forget(key))
         spec = self.blueprint.endpoints.get(called.method)
         if spec is None or not spec.concurrent:
