@@ -63,6 +63,10 @@ class State(NamedNumber):
     FAILED = 4
 
 
+ASYNC_FLAG = 1 << 8
+"""Added to the state of a message that a coroutine handles, in the recording."""
+
+
 class Status(NamedNumber):
     """How an activity has ended."""
 

@@ -182,6 +182,7 @@ def _activity(activity: Activity, now: int, is_alive: bool, identity: int) -> di
         "ended": activity.count,
         "call": f"{caller:x}.{activity.reference}" if is_of_call else "",
         "queue": activity.waiting if activity.state != State.IDLE and activity.kind != Kind.STEP else 0,
+        **({"call": activity.reference} if activity.is_async and activity.state != State.IDLE else {}),
         **({"median_seconds": activity.value / 1e9, "window": activity.waiting} if activity.kind == Kind.STEP else {}),
     }
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from monarch_backend import _native
-from monarch_backend._telemetry.kinds import Kind, SlotState, Status
+from monarch_backend._telemetry.kinds import ASYNC_FLAG, Kind, SlotState, Status
 from monarch_backend._telemetry.recording_area import map_slot
 
 _LAYOUT = _native.recording_layout
@@ -43,7 +43,10 @@ _LABEL_FIELD = 7  # in a slot
 
 @dataclass(frozen=True)
 class Activity:
-    """What a part of a process does now. ``number`` is that of its cell, ``since_ns`` is on CLOCK_MONOTONIC."""
+    """What a part of a process does now. ``number`` is that of its cell, ``since_ns`` is on CLOCK_MONOTONIC.
+
+    ``is_async``: whether a coroutine handles the message.
+    """
 
     number: int
     kind: int
@@ -57,6 +60,7 @@ class Activity:
     waiting: int
     rank: int
     trace: int
+    is_async: bool = False
 
 
 class RecordedEvent(NamedTuple):
@@ -302,8 +306,8 @@ def _activities(memory: mmap.mmap, names: _Names) -> Iterator[Activity]:
         if fields is not None and fields[1]:
             _, kind, state, name, detail, since, count, reference, value, waiting, rank, trace = fields
             yield Activity(
-                number + 1, kind, state, names[name], names[detail], since, count, reference, value,
-                waiting, rank, trace,
+                number + 1, kind, state & ~ASYNC_FLAG, names[name], names[detail], since, count, reference, value,
+                waiting, rank, trace, bool(state & ASYNC_FLAG),
             )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ class Task(Thread):
     """A task of an async actor that waits, and its coroutines, the outermost first. Its name says what it does.
 
     ``ident`` is of the thread with the event loop. ``awaits`` is "worker.step" for a reply of this endpoint. A task of
-    a message has its ``endpoint``, the identity of its ``caller`` and the call's ``number``, 0 without a reply.
+    a message has its ``endpoint``, the identity of its ``caller`` and the call's ``number``.
     """
 
     actor: str = ""

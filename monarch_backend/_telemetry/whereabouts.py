@@ -5,15 +5,20 @@ from __future__ import annotations
 import linecache
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from monarch_backend._telemetry import discovery, stacks
+from monarch_backend._telemetry import discovery, process_stacks, stacks
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
+from monarch_backend._telemetry.programs import Process
 from monarch_backend._telemetry.reader import Activity, RecordedProcess
 
 _RUNNER_FILES = tuple(
     os.path.join("monarch_backend", "_actor", "execution", name) for name in ("runner.py", "async_runner.py")
 )
+
+_CALLERS = "_call", "_call_async", "_drain", "_drain_async"
+"""Functions of the runners that call endpoints, and take values of their generators."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +44,36 @@ def describe(process: RecordedProcess, call: Call, timeout: float) -> str:
     if running is None:
         state = stacks.state_of(process.pid)
         return text if state.startswith(("it runs", "it sleeps")) else f"{state}; {text}"
-    place = _place(stacks.read(process.pid, timeout=timeout, with_py_spy=False), running)
+    found = process_stacks.read(process.pid, timeout=timeout, with_py_spy=False)
+    place = _place(found, running)
     doing = f"it is {place}, {text}" if running.reference == call.number else f"{text}; it is {place}"
-    return f"{doing}{_wait(process, running)}"
+    return f"{doing}{_wait(process, running, found)}"
 
 
 def place_of(process: RecordedProcess, timeout: float) -> str:
     """Return where a process is in its program: "at train.py:33 in load (source)". It takes ``timeout`` seconds."""
     running = [each for each in process.activities if each.kind == Kind.MESSAGE and each.state != State.IDLE]
     if running:
-        return _place(stacks.read(process.pid, timeout=timeout, with_py_spy=False), running[0])
+        return _place(process_stacks.read(process.pid, timeout=timeout, with_py_spy=False), running[0])
     state = stacks.state_of(process.pid)
     if not state.startswith(("it runs", "it sleeps")):
         return f"at an unknown line ({state})"
-    found = stacks.read(process.pid, timeout=timeout, with_py_spy=False)
+    found = process_stacks.read(process.pid, timeout=timeout, with_py_spy=False)
     if found.problem:
         return f"at an unknown line ({found.problem})"
     frames = [thread.innermost for thread in reversed(found.threads) if thread.innermost is not None]
     return _at(frames[0]) if frames else "idle: it runs no code of the program"
+
+
+def add_places(process: Process, found: stacks.Stacks) -> None:
+    """Add to the messages of async actors of a process where they wait, and for what: "at train.py:33 in load"."""
+    for each in process.activities:
+        if "call" in each:
+            tasks = _tasks_of(found, each["name"], each["rank"], each["detail"], each["call"])
+            task = next((task for task in tasks if task.innermost is not None), None)
+            if task is not None and task.innermost is not None:
+                each["place"] = _at(task.innermost)
+                each["awaits"] = task.awaits
 
 
 def _activity(process: RecordedProcess, call: Call) -> tuple[str, Activity | None]:
@@ -84,23 +101,29 @@ def _seconds(activity: Activity) -> str:
     return f"{max(0.0, (time.monotonic_ns() - activity.since_ns) / 1e9):.0f} s"
 
 
-def _wait(process: RecordedProcess, running: Activity) -> str:
-    """Return what the activity waits for itself, from the process's cells of waits."""
+def _wait(process: RecordedProcess, running: Activity, found: stacks.Stacks) -> str:
+    """Return what the activity waits for itself, from the process's cells of waits, or from its task."""
     for each in process.activities:
         if each.kind == Kind.WAIT and each.state == State.WAITING and each.value == running.number:
             what = f"{each.name}.{each.detail}" if each.detail else each.name
             return f", and waits for {what} for {_seconds(each)}"
-    return ""
+    task = _task_of(found, running)
+    return f", and waits for {task.awaits}" if task is not None and task.awaits else ""
 
 
 def _place(found: stacks.Stacks, running: Activity) -> str:
     if found.problem:
         return f"at an unknown line ({found.problem})"
-    thread = _thread_of(found.threads, running.detail)
-    frame = None if thread is None else thread.innermost
-    if frame is None:
-        return "between two lines of its code, as an async endpoint that waits"
-    return _at(frame)
+    task = _task_of(found, running)
+    if task is not None and task.innermost is not None:
+        loop = next((each for each in _threads(found) if each.ident == task.ident), None)
+        blocked = None if loop is None else loop.innermost
+        return _at(task.innermost) + (f" while its event loop is {_at(blocked)}" if blocked is not None else "")
+    thread = _thread_of(_threads(found), running.detail)
+    frame = None if thread is None else thread.innermost or thread.leaf  # a controller's worker runs no user code
+    if frame is not None:
+        return _at(frame)
+    return f"at an unknown line ({found.unread_tasks})" if found.unread_tasks else "between two lines of its code"
 
 
 def _at(frame: stacks.Frame) -> str:
@@ -108,14 +131,36 @@ def _at(frame: stacks.Frame) -> str:
     return f"at {frame}" + (f" ({source})" if source else "")
 
 
+def _threads(found: stacks.Stacks) -> list[stacks.Thread]:
+    return [each for each in found.threads if not isinstance(each, stacks.Task)]
+
+
+def _task_of(found: stacks.Stacks, running: Activity) -> stacks.Task | None:
+    tasks = _tasks_of(found, running.name, running.rank, running.detail, running.reference)
+    return next((each for each in tasks if not running.reference or each.caller == running.trace), None)
+
+
+def _tasks_of(found: stacks.Stacks, actor: str, rank: int, endpoint: str, number: int) -> Iterator[stacks.Task]:
+    """Yield the waiting tasks of a message. Messages without a reply have no number: all of them."""
+    for each in found.threads:
+        if not isinstance(each, stacks.Task) or (number and each.number != number):
+            continue
+        if (each.actor, each.rank, each.endpoint) == (actor, rank, endpoint):
+            yield each
+
+
 def _thread_of(threads: list[stacks.Thread], endpoint: str) -> stacks.Thread | None:
-    """Return the thread that runs an endpoint: the endpoint is the call after the runner's last one."""
-    for thread in reversed(threads):
-        called = [
-            after.function
-            for before, after in zip(thread.frames, thread.frames[1:], strict=False)
-            if before.file.endswith(_RUNNER_FILES) and not after.is_runtime
-        ]
-        if endpoint in called or (endpoint == "__init__" and called):
-            return thread
-    return None
+    """Return the thread that runs an endpoint: the endpoint is the call after the runner's last one.
+
+    A constructor or a decorated endpoint may have another name there. Then only one thread must have a runner.
+    """
+    runners = [thread for thread in reversed(threads) if any(_is_runner(frame) for frame in thread.frames)]
+    for thread in runners:
+        for before, after in zip(thread.frames, thread.frames[1:], strict=False):
+            if _is_runner(before) and before.function in _CALLERS and after.function == endpoint:
+                return thread
+    return runners[0] if len(runners) == 1 and runners[0].innermost is not None else None
+
+
+def _is_runner(frame: stacks.Frame) -> bool:
+    return frame.file.endswith(_RUNNER_FILES)

@@ -13,6 +13,13 @@ from monarch_backend.cli.arguments import add_program, fail, nothing_there
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.programs import Process, Program
+    from monarch_backend._telemetry.subject import Subject
+
+MIN_AWAIT_S = 1.0
+"""Seconds after which the process of an async endpoint is asked where it waits."""
+
+PLACES_TIME_LIMIT_S = 2.0
+"""Seconds after which no other process is asked."""
 
 _ORDERS: dict[str, Callable[[Process], float]] = {
     "cpu": lambda process: process.cpu_seconds or 0.0,
@@ -40,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with look_at(args.program) as there:
             chosen, unread = there.programs()
+            _add_places(there, chosen)
     except (LookupError, NotImplementedError, JobError) as error:
         return fail("ps", error)
     for each in unread:
@@ -54,6 +62,23 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join(as_text(program, chosen) for program in chosen))
     return 0
+
+
+def _add_places(there: Subject, programs: list[Program]) -> None:
+    """Ask the processes whose async endpoints have run for a while where these wait."""
+    from monarch_backend._telemetry import whereabouts
+
+    for program in programs:
+        asked = [
+            process
+            for process in program.processes
+            if any("call" in each and each["seconds"] >= MIN_AWAIT_S for each in process.activities)
+        ]
+        if asked:
+            pids = [each.pid for each in asked]
+            found = there.stacks(program.host, pids, with_py_spy=False, time_limit=PLACES_TIME_LIMIT_S)
+            for process, stacks in zip(asked, found, strict=True):
+                whereabouts.add_places(process, stacks)
 
 
 def as_text(program: Program, others: Iterable[Program] = ()) -> str:
@@ -123,7 +148,9 @@ def _activity_line(activity: dict[str, object], runs: dict[str, set[int]]) -> st
         text += f" {activity['detail']}"
     text += " after" if activity["state"] == "lost" else " for"
     text += f" {duration(float(str(activity['seconds'])))}, {activity['ended']} done"
-    return f"{text}, {activity['queue']} in the queue" if activity["queue"] else text
+    text += f", {activity['queue']} in the queue" if activity["queue"] else ""
+    text += f", {activity['place']}" if activity.get("place") else ""
+    return f"{text}, waits for {activity['awaits']}" if activity.get("awaits") else text
 
 
 def duration(seconds: float) -> str:

@@ -503,6 +503,25 @@ def test_stack_of_a_blocked_event_loop_names_the_blocking_line(
     assert "async endpoint wait of w0:" in text and "async endpoint block" not in text
 
 
+def test_async_endpoint_has_one_line_in_ps_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with _async_program(tmp_path, "asyncio", "ask", "1") as pid:
+
+        def lines() -> list[str]:
+            cli.main(["ps", str(pid)])
+            found = [line.strip() for line in capsys.readouterr().out.splitlines() if "w0 rank 0: " in line]
+            return found if "waits for w1.wait" in found[-1] else []
+
+        [line] = wait_until(lines)
+        wait_until(
+            lambda: "in load (await self.opened.wait()" in (cli.main(["ps", str(pid)]), capsys.readouterr())[1].out
+        )
+    assert re.fullmatch(
+        rf"w0 rank 0: running ask for .*, 2 done, at {tmp_path}/waits\.py:{_async_line('B')} in ask "
+        r"\(await other\.wait\.call_one\(\)  # line B\), waits for w1\.wait",
+        line,
+    )
+
+
 def test_tasks_of_a_process_that_keeps_the_gil_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,8 +17,8 @@ from monarch_backend._core import platform
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="places of other processes need memfd_create")
 
 SCRIPT = """
-import os, signal, sys, threading, time
-from monarch_backend.actor import Actor, current_rank, endpoint, this_host
+import asyncio, functools, os, signal, sys, threading, time
+from monarch_backend.actor import Actor, concurrent_endpoint, current_rank, endpoint, this_host
 
 
 class Worker(Actor):
@@ -55,11 +55,66 @@ class Worker(Actor):
         return self.other.slice(gpus=2).lock.call_one(seconds).get()  # line C
 
 
+def decorated(method):
+    @functools.wraps(method)
+    def wrapper(*args):
+        return method(*args)
+
+    return wrapper
+
+
+class Decorated(Actor):
+    @endpoint
+    @decorated
+    def step(self):
+        time.sleep(1000)  # line H
+
+
+class Slow(Actor):
+    def __init__(self):
+        time.sleep(1000)  # line I
+
+    @endpoint
+    def step(self):
+        pass
+
+
+class AsyncWorker(Actor):
+    def __init__(self):
+        self.opened = asyncio.Event()
+
+    @concurrent_endpoint
+    async def wait(self):
+        await self.load()
+
+    async def load(self):
+        await self.opened.wait()  # line E
+
+    @endpoint
+    async def ask(self, other):
+        await other.slice(gpus=2).wait.call_one()  # line F
+
+    @concurrent_endpoint
+    async def values(self):
+        yield 1
+        await self.load()
+
+    @concurrent_endpoint
+    async def block(self, seconds):
+        time.sleep(seconds)  # line G
+
+
 def main():
     procs = this_host().spawn_procs({"gpus": 3}, name="trainers")
+    case = sys.argv[1]
+    if case.startswith("async"):
+        main_of_async(procs.spawn("worker", AsyncWorker), case)
+        return
+    if case in ("decorated", "constructor"):
+        procs.initialized.get()
+        procs.spawn("worker", {"decorated": Decorated, "constructor": Slow}[case]).step.call().get()
     workers = procs.spawn("worker", Worker)
     workers.set.call(workers).get()
-    case = sys.argv[1]
     if case == "missing":
         workers.step.call(1, 1000).get()
     elif case == "queued":
@@ -74,6 +129,14 @@ def main():
         workers.lock.call(1000).get()
     elif case == "short":
         workers.step.call(1, 1.2).get()
+    elif case == "controller":
+        import torch
+        from torch.distributed.tensor import Shard, distribute_tensor
+        pid = workers.slice(gpus=2).set.call_one(None).get()
+        x = distribute_tensor(torch.ones(6, 2), procs.device_mesh("cpu"), [Shard(0)])
+        x.sum().item()
+        os.kill(pid, signal.SIGSTOP)
+        x.sum().item()
     elif case == "stopped":
         pid = workers.slice(gpus=1).set.call_one(None).get()
         os.kill(pid, signal.SIGSTOP)
@@ -86,6 +149,46 @@ def main():
                 print(error)
         try:
             workers.slice(gpus=1).lock.options(timeout=1.2).call_one(1000).get()
+        except TimeoutError as error:
+            print(error)
+
+
+async def main_that_awaits(one):
+    await asyncio.gather(one.wait.call_one(), one.block.call_one(0))
+
+
+async def main_that_gives_up(one):
+    try:
+        await asyncio.wait_for(one.wait.call_one(), 1.3)
+    except asyncio.TimeoutError:
+        print("gave up")
+
+
+async def main_that_reads(one):
+    async for value in one.values.call_one():
+        pass
+
+
+def main_of_async(workers, case):
+    workers.block.call(0).get()  # all processes have started
+    one = workers.slice(gpus=1)
+    if case == "async wait":
+        one.wait.call_one().get()
+    elif case == "async ask":
+        one.ask.call_one(workers).get()
+    elif case == "async block":
+        future = one.wait.call_one()
+        one.block.call_one(1000).ignore()
+        future.get()
+    elif case == "async main":
+        asyncio.run(main_that_awaits(one))
+    elif case == "async short":
+        asyncio.run(main_that_gives_up(one))
+    elif case == "async stream":
+        asyncio.run(main_that_reads(one))
+    elif case == "async timeout":
+        try:
+            one.wait.call_one().get(timeout=1.2)
         except TimeoutError as error:
             print(error)
 
@@ -128,6 +231,15 @@ def test_wait_for_one_rank_names_its_line(tmp_path: Path) -> None:
         rf"it is at .*train\.py:{_line('A')} in load \(time\.sleep\(seconds\)  # line A\), running step for 1 s",
         line,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "mark", "function"), [("decorated", "H", "step"), ("constructor", "I", "__init__")])
+def test_wait_for_a_decorated_endpoint_or_a_constructor_names_its_line(
+    case: str, mark: str, function: str, tmp_path: Path
+) -> None:
+    line = _line_of(tmp_path, case, "worker.step of")
+    assert line.count(f"train.py:{_line(mark)} in {function} (time.sleep(1000)") == 3
 
 
 @pytest.mark.slow
@@ -191,6 +303,13 @@ def test_wait_for_a_stopped_process_names_its_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_wait_for_a_controllers_worker_in_a_collective_names_its_line(tmp_path: Path) -> None:
+    line = _line_of(tmp_path, "controller", "in all_reduce #")
+    assert len(re.findall(r"the call is queued behind run, which runs for \d s; it is at ", line)) == 2
+    assert "which rank 2 (pid " in line and "between two lines" not in line
+
+
+@pytest.mark.slow
 def test_notice_can_be_switched_off(tmp_path: Path) -> None:
     with _running(tmp_path, "short", "0") as lines:
         assert list(lines) == []
@@ -210,3 +329,38 @@ def test_timeout_names_the_rank_and_its_line(tmp_path: Path) -> None:
         "worker.lock took longer than 1.2 s; it was cancelled at the actor: worker.lock of trainers"
     )
     assert f"train.py:{_line('B')} in lock" in limited
+
+
+_WAITS = rf"it is at .*train\.py:{_line('E')} in load \(await self\.opened\.wait\(\)  # line E\)"
+
+
+@pytest.mark.slow
+def test_wait_for_an_async_endpoint_names_its_awaiting_line(tmp_path: Path) -> None:
+    line = _line_of(tmp_path, "async wait", "worker.wait of")
+    start = r"worker\.wait of trainers has waited 1 s for rank 1 of 3 \(gpus 1, pid \d+\)"
+    assert re.fullmatch(rf"{start}: {_WAITS}, running wait for \d s", line)
+
+
+@pytest.mark.slow
+def test_wait_for_an_async_endpoint_names_the_endpoint_that_it_awaits(tmp_path: Path) -> None:
+    line = _line_of(tmp_path, "async ask", "worker.ask of")
+    assert re.search(
+        rf"rank 1 of 3 .*: it is at .*train\.py:{_line('F')} in ask \(.*\), running ask for \d s, and waits for "
+        r"worker\.wait$",
+        line,
+    )
+
+
+@pytest.mark.slow
+def test_wait_for_an_async_endpoint_of_a_blocked_event_loop_names_both_lines(tmp_path: Path) -> None:
+    line = _line_of(tmp_path, "async block", "worker.wait of")
+    assert re.search(
+        rf"{_WAITS} while its event loop is at .*train\.py:{_line('G')} in block \(time\.sleep\(seconds\)", line
+    )
+
+
+@pytest.mark.slow
+def test_timeout_of_an_async_endpoint_names_its_awaiting_line(tmp_path: Path) -> None:
+    with _running(tmp_path, "async timeout", "0") as lines:
+        text = next(lines).rstrip()
+    assert re.search(rf"no answer within 1\.2 s.*worker\.wait of trainers waits for rank 1 of 3 .*: {_WAITS}", text)

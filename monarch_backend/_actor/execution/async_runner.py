@@ -24,6 +24,8 @@ from monarch_backend._transport.local.peer import Peer
 
 log = logging.getLogger("monarch_backend")
 
+_RUNNING = int(kinds.State.RUNNING) | kinds.ASYNC_FLAG
+
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     try:
@@ -45,6 +47,7 @@ class AsyncActorRunner(ActorRunner):
         super().__init__(*args)
         self._there: asyncio.Event | None = None
         self._scheduled = False
+        self._is_cell_used = False  # the actor's cell shows a message
         self._others: set[asyncio.Task[Any]] = set()
         self._last: list[BaseException | None] = []  # arguments of pending __cleanup__ calls
 
@@ -159,9 +162,15 @@ class AsyncActorRunner(ActorRunner):
         called, extent = read_prefix(frame.prefix)
         answer = self.reply_class(self.program, message, called.port)
         context.message.set((frame.rank, extent))
-        cell, status = recorder.take_cell(kinds.Kind.MESSAGE, self.name, self.rank), kinds.Status.OK
+        # One message at a time is shown in the actor's cell, as of a plain actor. Others have cells of their own.
+        cell, is_own = self.recording_cell, not self._is_cell_used
+        if is_own:
+            self._is_cell_used = True
+        else:
+            cell = recorder.take_cell(kinds.Kind.MESSAGE, self.name, self.rank)
+        status = kinds.Status.OK
         begin_activity(
-            cell, int(kinds.State.RUNNING), self._endpoint_number(called.method), frame.ref, len(self.inbox),
+            cell, _RUNNING, self._endpoint_number(called.method), frame.ref, len(self.inbox),
             len(frame.body), peer.identity,
         )  # fmt: skip
         try:
@@ -185,7 +194,10 @@ class AsyncActorRunner(ActorRunner):
             self._raised(error, answer)
         finally:
             end_activity(cell, int(status))
-            recorder.release_cell(cell)
+            if is_own:
+                self._is_cell_used = False
+            else:
+                recorder.release_cell(cell)
 
     async def _call_async_post_mortem(self, *args: Any) -> None:
         try:
