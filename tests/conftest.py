@@ -85,6 +85,12 @@ def _log_dir_of_torchrun(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _log_dir_of_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the last output of the tests' programs out of the user's own folder."""
+    os.environ["MONARCH_LOG_DIR"] = str(tmp_path_factory.mktemp("logs"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _close_pools() -> Iterator[None]:
     yield
     for pool in _POOLS.values():

@@ -261,8 +261,8 @@ class MeshLog:
             self.history = None
             self._note(
                 1 << rank,
-                f"cannot keep the output of mesh {self.name!r} for `monarch-backend logs`: {error.strerror}; free space "
-                f"in {log_files.folder()}, or set MONARCH_LOG_DIR",
+                f"cannot keep the output of mesh {self.name!r} for `monarch-backend logs`: {error.strerror}; free "
+                f"space in {log_files.folder()}, or set MONARCH_LOG_DIR",
             )
 
     def _write_file(self, rank: int, stream: int, lines: list[bytes]) -> None:

@@ -1,7 +1,7 @@
 """Files of log histories, which outlive their programs: one for each program, in a folder of this user.
 
-A running program holds a lock on its file. The files of programs that have ended are found by the lock's absence. When a
-program makes a file, it removes the oldest of those beyond the limit.
+A running program holds a lock on its file. Files without a lock are those of programs that have ended. When a program
+makes a file, it removes the oldest of those beyond the limit.
 """
 
 from __future__ import annotations

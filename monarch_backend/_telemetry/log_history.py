@@ -1,7 +1,7 @@
-"""Log history: the last output of the processes that one process has started, in a file that other processes can read.
+"""Log history: the last output of the processes that one process has started, in a file that others can read.
 
-It is a file of log_files.py, which outlives its owner. Where none can be made, it is a memory file without a name, which
-ends with its owner. Readers find either in /proc/PID/fd.
+It is a file of log_files.py, which outlives its owner. Where none can be made, it is a memory file without a name,
+which ends with its owner. Readers find either in /proc/PID/fd.
 
 Layout, in the byte order of the machine: a page with a JSON object and, from `_ENDS_AT` on, two 64-bit numbers, tail
 and head. Then a ring of records. Tail and head count bytes since the start; a position modulo the size of the ring is a

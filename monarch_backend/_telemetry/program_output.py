@@ -153,21 +153,34 @@ class EndedProgram(NamedTuple):
     began: float
 
     def __str__(self) -> str:
-        return f"{self.pid} ({self.command[:60]}), begun {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.began))}"
+        return (
+            f"{self.pid} ({self.command[:60]}), begun {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.began))}"
+        )
 
 
 def ended_programs(name: str | None = None) -> list[EndedProgram]:
     """Return programs of this user that have ended, and whose output is kept in files; oldest first.
 
-    ``name``: a pid, a part of the command, or a file of output. None stands for all.
+    ``name``: a pid, a part of the command, or a file of output. None stands for all. Raises OSError or ValueError for
+    a file that cannot be read, with its path.
     """
+    if name is not None and name.endswith(log_files.SUFFIX):
+        return [_ended(Path(name))]
     found = []
-    for path in [Path(name)] if name and name.endswith(log_files.SUFFIX) else log_files.ended():
-        with contextlib.suppress(OSError, ValueError), _reader_of(path) as reader:
-            program = EndedProgram(reader.owner, reader.program, path, log_files.began(path))
-            if name in (None, str(program.pid), str(path)) or (not name.isdecimal() and name in program.command):
+    for path in log_files.ended():
+        with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or of another release
+            program = _ended(path)
+            if name in (None, str(program.pid)) or (name and not name.isdecimal() and name in program.command):
                 found.append(program)
     return found
+
+
+def _ended(path: Path) -> EndedProgram:
+    try:
+        with _reader_of(path) as reader:
+            return EndedProgram(reader.owner, reader.program, path, log_files.began(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def read_ended(program: EndedProgram, wanted: LineFilter = ALL_LINES) -> Lines:

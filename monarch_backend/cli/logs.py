@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from monarch_backend._core.parallel import in_parallel
+from monarch_backend._telemetry import log_files
 from monarch_backend._telemetry.labels import LAUNCHER, in_words, is_wanted
 from monarch_backend.cli.arguments import add_program, add_ranks, fail, nothing_there
 
@@ -50,24 +51,52 @@ def run(args: argparse.Namespace) -> int:
     from monarch_backend.cli.subject import look_at
 
     try:
-        with look_at(args.program) as there:
-            chosen, _, unread = there.look()
-            for each in unread:
-                fail("logs", f"not read: {each}")
-            if not chosen:
-                return fail("logs", nothing_there(args.program))
-            return _show(args, there, chosen)
+        if args.program is None or not args.program.endswith(log_files.SUFFIX):
+            with look_at(args.program) as there:
+                try:
+                    chosen, _, unread = there.look()
+                except LookupError as error:
+                    return _show_ended(args, error)
+                for each in unread:
+                    fail("logs", f"not read: {each}")
+                if chosen:
+                    return _show(args, there, chosen)
+        return _show_ended(args, nothing_there(args.program))
     except (BrokenPipeError, KeyboardInterrupt):  # the reader has seen enough
         return 0
-    except (LookupError, NotImplementedError, JobError, ValueError) as error:  # ValueError: another release's layout
+    except (LookupError, NotImplementedError, JobError, OSError, ValueError) as error:  # ValueError: another layout
         return fail("logs", error)
 
 
-def _show(args: argparse.Namespace, there: Subject, chosen: list[Program]) -> int:
+def _show_ended(args: argparse.Namespace, why: object) -> int:
+    """Print the lines of the last such program that has ended. ``why``: the reason why no running one is shown."""
+    from monarch_backend._telemetry import program_output
+    from monarch_backend._telemetry.programs import Program
+
+    found = program_output.ended_programs(args.program)
+    if not found:
+        return fail("logs", why)
+    if args.program is None:
+        listed = "".join(f"\n  {each}" for each in found)
+        return fail("logs", f"{why}; programs that have ended, for `monarch-backend logs PID`:{listed}")
+    program = found[-1]
+    lines = program_output.read_ended(program, _filter(args))
+    if args.ranks and not any(is_wanted(label, 0, args.ranks) for label in lines.labels):
+        return fail("logs", f"no process is {in_words(args.ranks)}; there are {lines.labels}")
+    print(f"program {program} has ended; its output is in {program.file}", file=sys.stderr)
+    for line in lines.lines:
+        _print(line, Program(program.pid, program.command, []), several=False, as_json=args.json)
+    return 0
+
+
+def _filter(args: argparse.Namespace) -> LineFilter:
     from monarch_backend._telemetry.program_output import LineFilter
 
-    pattern = "" if args.grep is None else args.grep.pattern
-    wanted = LineFilter(tuple(args.ranks or ()), pattern, args.since)
+    return LineFilter(tuple(args.ranks or ()), "" if args.grep is None else args.grep.pattern, args.since)
+
+
+def _show(args: argparse.Namespace, there: Subject, chosen: list[Program]) -> int:
+    wanted = _filter(args)
     read = there.follow if args.follow else there.lines
     found = in_parallel(lambda program: _read(read, program, wanted), chosen)
     if not args.follow and not any(lines.is_kept for lines in found if lines is not None):

@@ -24,6 +24,7 @@ import pytest
 from monarch_backend._logs import log_collector, mesh_log
 from monarch_backend._logs.log_collector import LogCollector, LogOptions, MeshLog
 from monarch_backend._logs.worker_logging import install_worker_logging
+from monarch_backend._telemetry.log_history import LogHistory
 
 FOREVER = 3600.0
 may_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -431,6 +432,26 @@ def test_unwritable_log_files_are_reported_once(
     assert lines[0] == "[gpus 0,1] line"
     assert re.fullmatch(r"\[gpus \d\] cannot write .*/file.*: .*irectory; no output of mesh 'm' goes to .*", lines[1])
     assert len(lines) == 2
+
+
+def test_full_disk_ends_the_history_and_not_the_output(
+    screen: Screen, collector: LogCollector, workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def append(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("MONARCH_LOG_DIR", str(tmp_path))
+    monkeypatch.setattr(LogHistory, "append", append)
+    [worker] = workers(_mesh(), 1)
+    for text in ("first\n", "second\n"):
+        worker.say(text)
+        assert collector.flush()
+    note, *shown = sorted(screen.getvalue().splitlines())
+    assert note == (
+        "[gpus 0] cannot keep the output of mesh 'm' for `monarch-backend logs`: No space left on device; "
+        f"free space in {tmp_path}, or set MONARCH_LOG_DIR"
+    )
+    assert shown == ["[gpus 0] first", "[gpus 0] second"]
 
 
 @pytest.mark.parametrize("stdout", ["none", "closed", "raising", "broken pipe"])

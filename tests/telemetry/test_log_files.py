@@ -1,0 +1,125 @@
+"""Output of programs that have ended: its files, their limits, and `monarch-backend logs` of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from monarch_backend import cli
+from monarch_backend._core import platform
+from monarch_backend._telemetry import log_history, program_output
+from monarch_backend._telemetry.log_history import LogHistory
+from tests.support.waiting import wait_until
+from tests.telemetry.programs import busy_program
+
+pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="the log history needs memfd_create")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    made = tmp_path / "logs"
+    monkeypatch.setenv("MONARCH_LOG_DIR", str(made))
+    return made
+
+
+def _history_of_a_program(text: str) -> LogHistory:
+    history = log_history.make()
+    assert history is not None
+    history.append("gpus 0", 1, 1, text.encode())
+    return history
+
+
+def test_output_of_a_killed_program_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with busy_program(str(tmp_path)) as process:
+        pid = process.pid
+        wait_until(lambda: cli.main(["logs", str(pid)]) == 0 and "sleeps" in capsys.readouterr().out)
+        assert program_output.ended_programs() == []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        wait_until(lambda: bool(program_output.ended_programs()))
+    [program] = program_output.ended_programs()
+    assert program.pid == pid and abs(program.began - time.time()) < 300
+    capsys.readouterr()
+    for name in (str(pid), program.command.split()[0], str(program.file)):
+        assert cli.main(["logs", name]) == 0
+        shown = capsys.readouterr()
+        assert shown.out.rpartition(" of trainers: ")[2] == "sleeps\n"
+        assert f"program {program} has ended; its output is in {program.file}" in shown.err
+    assert cli.main(["logs", str(pid), "--json", "--rank", "gpus 1", "--grep", "sl..ps"]) == 0
+    [line] = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (line["program"], line["label"], line["text"]) == (pid, "gpus 1 of trainers", "sleeps")
+    assert cli.main(["logs", str(pid), "--rank", "gpus 7"]) == 1
+    assert "gpus 1 of trainers" in capsys.readouterr().err
+
+
+def test_ended_programs_are_listed_where_none_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("monarch_backend._telemetry.programs.programs", list)  # other tests' programs may run
+    _history_of_a_program("loss 0.5").close()
+    assert cli.main(["logs"]) == 1
+    [program] = program_output.ended_programs()
+    assert f"for `monarch-backend logs PID`:\n  {program}" in capsys.readouterr().err
+    assert cli.main(["logs", "no such program"]) == 1
+    assert "no running program is 'no such program'" in capsys.readouterr().err
+
+
+def test_oldest_files_of_ended_programs_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_LOG_FILES", "3")
+    running = _history_of_a_program("runs")
+    made = []
+    for number in range(5):
+        history = _history_of_a_program(f"program {number}")
+        made.append(max(folder.iterdir()))
+        history.close()
+    assert [each.file for each in program_output.ended_programs()] == made[-3:]
+    assert len(list(folder.iterdir())) == 4  # that of the running program stays, though it is the oldest
+    running.close()
+
+
+def test_files_are_private(folder: Path) -> None:
+    history = _history_of_a_program("secret")
+    [path] = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+    history.close()
+
+
+def test_program_without_output_leaves_no_file(folder: Path) -> None:
+    history = log_history.make()
+    assert history is not None and len(list(folder.iterdir())) == 1
+    history.close()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", ["others may write", "is a file", "none wanted"])
+def test_history_is_in_memory_where_no_file_can_be_made(
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case == "others may write":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif case == "is a file":
+        folder.touch()
+    else:
+        monkeypatch.setenv("MONARCH_LOG_FILES", "0")
+    history = _history_of_a_program("kept")
+    assert os.readlink(f"/proc/self/fd/{history.descriptor}").startswith("/memfd:")
+    assert program_output.ended_programs() == []
+    history.close()
+
+
+def test_file_of_another_release_is_named_and_others_are_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = _history_of_a_program("old")
+    [path] = folder.iterdir()
+    os.pwrite(history.descriptor, b'{"version": 1, "size": 65536, "owner": 1}'.ljust(4000, b"\0"), 0)
+    history.close()
+    assert program_output.ended_programs() == []
+    assert cli.main(["logs", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
