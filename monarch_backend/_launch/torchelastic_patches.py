@@ -11,13 +11,14 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -65,13 +66,50 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.description = _DESCRIPTION
     parser.add_argument("--controller", action="store_true", help=_CONTROLLER)
     parser.add_argument("--as", dest="names", metavar="BACKENDS", help=_AS)
+    address = parser.get_default("master_addr")
+    parser.set_defaults(master_addr=os.environ.get("PET_MASTER_ADDR") or None)
     args = parser.parse_args(argv)
+    _check_nodes(args)
+    args.master_addr = args.master_addr or address
     if args.names:
         os.environ["MONARCH_AS"] = args.names
         env.check()
     if args.controller:
         _run_once(args)
     return args
+
+
+def _check_nodes(args: argparse.Namespace) -> None:
+    """Exit with 2 if the numbers of nodes are invalid, or if other nodes would never meet this one.
+
+    torch raises errors without the option's name, or waits without a message. ``args.master_addr`` is None where the
+    address was not given: torch would take 127.0.0.1 on each node.
+    """
+    counts = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", args.nnodes.strip())
+    if counts is None or int(counts[2] or counts[1]) < int(counts[1]):
+        _refuse(f"--nnodes={args.nnodes!r} (PET_NNODES): give a number of nodes, such as 2, or a range, such as 1:4")
+    try:
+        torchrun.determine_local_world_size(args.nproc_per_node)
+    except ValueError as error:
+        _refuse(f"--nproc-per-node={args.nproc_per_node!r} (PET_NPROC_PER_NODE): {error}")
+    nodes = int(counts[2] or counts[1])
+    if args.standalone or args.rdzv_backend != "static":
+        return
+    if not 0 <= args.node_rank < nodes:
+        _refuse(
+            f"--node-rank={args.node_rank} (PET_NODE_RANK) of --nnodes={args.nnodes} (PET_NNODES): give each node "
+            f"another number from 0 to {nodes - 1}"
+        )
+    if nodes > 1 and not (args.master_addr or args.rdzv_endpoint):
+        _refuse(
+            f"--nnodes={args.nnodes} (PET_NNODES) without --master-addr (PET_MASTER_ADDR): give the address of node 0 "
+            "to all nodes, or 127.0.0.1 if all are on this machine"
+        )
+
+
+def _refuse(reason: str) -> NoReturn:
+    print(f"monarch-backend run: {reason}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def _run_once(args: argparse.Namespace) -> None:

@@ -37,6 +37,61 @@ def test_wrong_usage(words: list[str], message: str, capsys: pytest.CaptureFixtu
     assert error.startswith("usage: monarch-backend run") and message in error
 
 
+@pytest.mark.parametrize(
+    ("variables", "words", "message"),
+    [
+        (
+            {"NNODES": "2"},
+            [],
+            "--nnodes=2 (PET_NNODES) without --master-addr (PET_MASTER_ADDR): give the address of node 0",
+        ),
+        ({"NNODES": "2", "MASTER_ADDR": ""}, [], "without --master-addr (PET_MASTER_ADDR)"),
+        ({"NNODES": "2", "NODE_RANK": "5"}, ["--master-addr=n0"], "--node-rank=5 (PET_NODE_RANK) of --nnodes=2"),
+        ({"NODE_RANK": "-1"}, [], "--node-rank=-1 (PET_NODE_RANK) of --nnodes=1:1"),
+        ({"NNODES": "x"}, [], "--nnodes='x' (PET_NNODES): give a number of nodes, such as 2, or a range, such as 1:4"),
+        ({"NNODES": "4:2"}, [], "--nnodes='4:2' (PET_NNODES): give a number of nodes"),
+        ({"NNODES": "0"}, [], "--nnodes='0' (PET_NNODES): give a number of nodes"),
+        ({"NPROC_PER_NODE": "x"}, [], "--nproc-per-node='x' (PET_NPROC_PER_NODE): Unsupported nproc_per_node value: x"),
+    ],
+)
+@pytest.mark.parametrize("mode", [[], ["--controller"]], ids=["ranks", "controller"])
+def test_nodes_that_cannot_meet_are_an_error_at_once(
+    variables: dict[str, str], words: list[str], message: str, mode: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Kubeflow Trainer and others give the options by variables."""
+    from monarch_backend.cli import main
+
+    for name, value in variables.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *words, *mode, _write(tmp_path, "script.py", "raise SystemExit(9)")])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"monarch-backend run: {message}" if message.startswith("--") else "monarch-backend run: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nnodes=2", "--master-addr=n0", "--node-rank=1"],
+        ["--nnodes=2", "--rdzv-endpoint=n0:1"],
+        ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=n0:1", "--node-rank=7"],
+        ["--standalone", "--nnodes=2"],
+        [],
+    ],
+)
+def test_nodes_that_can_meet_are_left_to_torch(words: list[str]) -> None:
+    from torch.distributed import run as torchrun
+
+    from monarch_backend._launch import torchelastic_patches
+
+    args = torchelastic_patches._parse([*words, "x.py"])
+    assert vars(args).items() >= vars(torchrun.get_args_parser().parse_args([*words, "x.py"])).items()
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     from monarch_backend.cli import main
 
