@@ -100,12 +100,25 @@ def _manifest(args: argparse.Namespace) -> int:
             raise ValueError(f"{text!r}: {pods!r} is not a number of pods")
         job.add_mesh(mesh, int(pods), image=args.image, resources=dict(map(_pair, args.resource)))
     secret = new_secret() if args.secret_file is None else read_secret(Path(args.secret_file))
-    made = job.manifests(secrets.token_hex(8), secret)
+    job_id = secrets.token_hex(8)
+    made = job.manifests(job_id, secret)
     for each in made:
         if args.namespace:
             each["metadata"]["namespace"] = args.namespace
+    _print_attachment(job, job_id, args.secret_file)
     yaml.safe_dump_all(made, sys.stdout, sort_keys=False, explicit_start=True)
     return 0
+
+
+def _print_attachment(job: KubernetesJob, job_id: str, secret_file: str | None) -> None:
+    """Print comments of YAML on how a program attaches to the pods, whose labels have a random id."""
+    from monarch_backend._job.kubernetes.manifests import JOB_LABEL, MESH_LABEL
+
+    if secret_file is None:
+        print("# Programs need the job's secret in a file, as given by --secret-file. This one is in the Secret below.")
+    print(f"# job = KubernetesJob(name={job.name!r}, secret_file={secret_file or 'job.secret'!r})")
+    for mesh, pods in job._sizes().items():
+        print(f"# job.attach_mesh({mesh!r}, {pods}, {f'{JOB_LABEL}={job_id},{MESH_LABEL}={mesh}'!r})")
 
 
 def _job(text: str) -> KubernetesJob:

@@ -47,6 +47,25 @@ def test_printed_manifest_follows_the_schemas_of_kubernetes(version: str) -> Non
     assert made[2]["spec"]["replicas"] == 4
 
 
+def test_printed_manifest_has_the_calls_that_attach_its_pods(tmp_path: Path) -> None:
+    secret, out = tmp_path / "lm.secret", io.StringIO()
+    secret.touch(0o600)
+    secret.write_text("07" * 32)
+    words = ["--name", "lm", "--mesh", "trainers=4", "--mesh", "loaders=1", "--image", IMAGE]
+    with contextlib.redirect_stdout(out):
+        assert main(["k8s", "manifest", *words, "--secret-file", str(secret)]) == 0
+    [create, *attach] = [line.removeprefix("# ") for line in out.getvalue().splitlines() if line.startswith("#")]
+    names: dict[str, Any] = {"KubernetesJob": KubernetesJob}
+    exec("\n".join([create, *attach]), names)
+    assert names["job"].name == "lm" and names["job"]._secret_file == secret
+    sets = [each for each in yaml.safe_load_all(out.getvalue()) if each["kind"] == "StatefulSet"]
+    for each, mesh in zip(sets, ("trainers", "loaders"), strict=True):
+        described = names["job"]._meshes[mesh]
+        assert described["replicas"] == each["spec"]["replicas"]
+        wanted = dict(pair.split("=") for pair in described["selector"].split(","))
+        assert wanted.items() <= each["spec"]["template"]["metadata"]["labels"].items()
+
+
 def test_schema_check_finds_a_wrong_field() -> None:
     [*_, wrong] = KubernetesJob().add_mesh("trainers", 1, image=IMAGE).manifests("0123456789abcdef", bytes(32))
     wrong["spec"]["template"]["spec"]["nodeSelectors"] = {}
