@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch_backend._actor.processes import exits
 from monarch_backend._core import platform
 from monarch_backend._processes import cgroup
 from monarch_backend._telemetry import last_messages
@@ -52,6 +53,12 @@ class Worker(Actor):
             traceback.print_exc()
             print("the end", file=sys.stderr, flush=True)
         os._exit(3)
+
+
+def test_last_words_have_no_lines_of_the_profiler() -> None:
+    of_profiler = "USDT:2026-11-30 06:21:11 14355:15667 SyncActivityProfilerHandler.cpp:59] profiler_stop"
+    assert exits._last_words(["no data", of_profiler, of_profiler.replace("stop", "start")]) == ("no data",)
+    assert exits._last_words([of_profiler]) == ()
 
 
 @recorded

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,10 @@ SIGKILL_STATUS_TIMEOUT_S = 2.0
 
 MAX_TRACEBACK_LINES = 40
 """Lines of a traceback in the report of a process that an exception has ended."""
+
+
+_OF_PROFILER = re.compile(r"USDT:.* profiler_st(art|op)$|ERROR: External init callback must run in same thread")
+"""Lines that torch's profiler writes to stderr in each session."""
 
 
 class ProcessExits:
@@ -243,7 +248,11 @@ class ProcessOwner:
 
 
 def _last_words(tail: list[str]) -> tuple[str, ...]:
-    """Return the end of a dead process's stderr: the text of faulthandler, the last traceback, or the last lines."""
+    """Return the end of a dead process's stderr: the text of faulthandler, the last traceback, or the last lines.
+
+    Lines of torch's profiler say nothing of the end, and are left out.
+    """
+    tail = [line for line in tail if not _OF_PROFILER.match(line)]
     for i, line in enumerate(tail):
         if line.startswith("Fatal Python error"):
             return tuple(tail[i : i + 12])
