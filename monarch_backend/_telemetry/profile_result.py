@@ -37,6 +37,11 @@ class ProfileResult:
         return [each.label for each in self._profiles if not each.problem]
 
     @property
+    def has_steps(self) -> bool:
+        """Whether a process has made a step while it was profiled."""
+        return any(each.steps for each in self._profiles)
+
+    @property
     def clock_error_bound_ns(self) -> int:
         """Bound of the error of times, in nanoseconds."""
         return max((each.bound_ns for each in self._profiles), default=0)

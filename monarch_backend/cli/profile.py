@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
 import re
+import sys
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._telemetry.labels import in_words, is_wanted
+from monarch_backend._telemetry.labels import fold_labels, in_words, is_wanted
 from monarch_backend.cli.arguments import add_program, add_ranks, fail
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.profile_result import ProfileResult
     from monarch_backend._telemetry.programs import Process, Program
     from monarch_backend._telemetry.subject import Member, Subject
+
+
+NOTICE_S = 3.0
+"""Seconds after which a profile of steps says what it waits for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +57,19 @@ def run(args: argparse.Namespace) -> int:
             if args.flame:
                 return _write_flames(there, args.flame, args.seconds, ranks, as_json=args.json)
             _check_writable(args.output)
-            result = there.profile(ranks, seconds=args.seconds, steps=args.steps)
+            with _notice(args.steps, ranks):
+                result = there.profile(ranks, seconds=args.seconds, steps=args.steps)
             counts = result.save(args.output)
     except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("profile", error)
     except KeyboardInterrupt:
         return fail("profile", "interrupted; nothing was written")
+    if args.steps is not None and result.labels and not result.has_steps:
+        return fail(
+            "profile",
+            f"no process has called monarch_backend.telemetry.step() in {profiles.STEP_LIMIT_S:g} s: call it at the "
+            f"end of each step, or give --seconds in place of --steps. {args.output} has what ran meanwhile",
+        )
     if args.json:
         print(json.dumps(_as_json(args, result, counts), indent=1))
         return 0 if result.labels else 1
@@ -67,6 +82,27 @@ def run(args: argparse.Namespace) -> int:
     for line in result.shortfalls(args.steps):
         print(line)
     return 0 if result.labels else 1
+
+
+@contextlib.contextmanager
+def _notice(steps: int | None, ranks: list[Member]) -> Iterator[None]:
+    """Print what a profile of steps waits for, if it lasts."""
+    from monarch_backend._telemetry import profiles
+
+    text = (
+        f"waits for {steps} calls of monarch_backend.telemetry.step() on "
+        f"{fold_labels(process.label for _, process in ranks)}, at most {profiles.STEP_LIMIT_S:g} s"
+    )
+    if not any(activity["kind"] == "step" for _, process in ranks for activity in process.activities):
+        text += "; none has called it yet"
+    timer = threading.Timer(NOTICE_S, lambda: print(f"monarch-backend profile: {text}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    if steps is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _as_json(args: argparse.Namespace, result: ProfileResult, counts: dict[str, int]) -> dict[str, Any]:

@@ -183,6 +183,36 @@ def test_profile_as_json_has_the_file_and_the_problems(
     assert about["shortfalls"] == ["gpus 0 (pid 1) made 3 of 5 steps in 60 s"]
 
 
+def _profile_of(steps: int, said: list[str], capfd: pytest.CaptureFixture[str]) -> Any:
+    """Return a stand-in of a profile that ends when the command has said something."""
+
+    def profile(_: ThisMachine, members: list[Any], **length: Any) -> ProfileResult:
+        said.append(wait_until(lambda: capfd.readouterr().err))
+        return ProfileResult([profiles.Profile(1, "gpus 0", steps=steps)], Recording([], [], [], 0, 0))
+
+    return profile
+
+
+@pytest.mark.parametrize(("steps", "code"), [(0, 1), (2, 0)])
+def test_profile_of_steps_says_what_it_waits_for(
+    steps: int,
+    code: int,
+    running: subprocess.Popen[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    said = list[str]()
+    monkeypatch.setattr(cli.profile, "NOTICE_S", 0.01)
+    monkeypatch.setattr(ThisMachine, "profile", _profile_of(steps, said, capfd))
+    words = ["profile", str(running.pid), "--steps", "2", "-o", str(tmp_path / "trace.json")]
+    assert cli.main(words) == code
+    assert "waits for 2 calls of monarch_backend.telemetry.step() on gpus 0-1 of trainers, at most 60 s" in said[0]
+    assert "none has called it yet" in said[0]
+    error = capfd.readouterr().err
+    assert ("no process has called monarch_backend.telemetry.step() in 60 s" in error) == (code == 1)
+
+
 WAITS = """
 import threading
 from monarch_backend.actor import Actor, current_rank, endpoint, this_host
