@@ -46,7 +46,8 @@ def describe(process: RecordedProcess, call: Call, timeout: float) -> str:
         return text if state.startswith(("it runs", "it sleeps")) else f"{state}; {text}"
     found = process_stacks.read(process.pid, timeout=timeout, with_py_spy=False)
     place = _place(found, running)
-    doing = f"it is {place}, {text}" if running.reference == call.number else f"{text}; it is {place}"
+    is_it = (running.trace, running.reference) == (call.caller, call.number)
+    doing = f"it is {place}, {text}" if is_it else f"{text}; it is {place}"
     return f"{doing}{_wait(process, running, found)}"
 
 
