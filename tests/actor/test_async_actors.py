@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor import current_runtime
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -408,6 +409,30 @@ def test_every_call_can_be_awaited(procs: ProcMesh) -> None:
         receiver.close()
         with pytest.raises(ActorError):
             await one.relay.call_one("no mesh", 1)
+        await mesh.stop()
+
+    asyncio.run(main())
+
+
+def test_await_that_has_ended_is_not_kept(procs: ProcMesh) -> None:
+    mesh, kept = procs.spawn("async", Async), current_runtime.program().await_notices._begun
+    one = mesh.slice(gpus=2)
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(one.relay.call_one(mesh.slice(gpus=1), 1))
+        await asyncio.sleep(0)
+        assert len(kept) == 1
+        await waiting
+        assert len(await mesh.square.call(3)) == 3
+        assert len([value async for value in one.count.call_one(3)]) == 3
+        with pytest.raises(ActorError):
+            await one.relay.call_one("no mesh", 1)
+        given_up = asyncio.ensure_future(one.square.call_one(3))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert not kept
         await mesh.stop()
 
     asyncio.run(main())

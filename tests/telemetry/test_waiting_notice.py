@@ -94,6 +94,10 @@ class AsyncWorker(Actor):
     async def ask(self, other):
         await other.slice(gpus=2).wait.call_one()  # line F
 
+    @endpoint
+    async def cycle(self, workers, rank):
+        await workers.slice(gpus=rank).cycle.call_one(workers, 3 - rank)  # line J
+
     @concurrent_endpoint
     async def values(self):
         yield 1
@@ -180,6 +184,8 @@ def main_of_async(workers, case):
         future = one.wait.call_one()
         one.block.call_one(1000).ignore()
         future.get()
+    elif case == "async cycle":
+        one.cycle.call_one(workers, 2).get()
     elif case == "async main":
         asyncio.run(main_that_awaits(one))
     elif case == "async short":
@@ -364,3 +370,38 @@ def test_timeout_of_an_async_endpoint_names_its_awaiting_line(tmp_path: Path) ->
     with _running(tmp_path, "async timeout", "0") as lines:
         text = next(lines).rstrip()
     assert re.search(rf"no answer within 1\.2 s.*worker\.wait of trainers waits for rank 1 of 3 .*: {_WAITS}", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "endpoint"), [("async main", "wait"), ("async stream", "values")])
+def test_await_of_a_program_that_lasts_is_logged(case: str, endpoint: str, tmp_path: Path) -> None:
+    line = _line_of(tmp_path, case, f"worker.{endpoint} of")
+    start = rf"worker\.{endpoint} of trainers has waited 1 s for rank 1 of 3 \(gpus 1, pid \d+\): {_WAITS}, running"
+    assert re.match(start, line)
+
+
+@pytest.mark.slow
+def test_await_of_an_async_endpoint_that_lasts_is_logged_with_its_actor(tmp_path: Path) -> None:
+    line = _line_of(tmp_path, "async ask", "worker.wait of")
+    start = r"worker \(gpus 1\S*\): worker\.wait of trainers has waited 1 s for rank 2 of 3"
+    assert re.search(rf"{start} \(gpus 2, pid \d+\): {_WAITS}, running wait for \d s$", line)
+
+
+@pytest.mark.slow
+def test_notice_of_awaits_can_be_switched_off(tmp_path: Path) -> None:
+    with _running(tmp_path, "async short", "0") as lines:
+        assert list(lines) == ["gave up\n"]
+
+
+@pytest.mark.slow
+def test_async_actors_that_wait_for_each_other_log_both_awaits(tmp_path: Path) -> None:
+    with _running(tmp_path, "async cycle", "1") as output:
+        found: list[str] = []
+        while not all(any(f"worker (gpus {rank}" in line for line in found) for rank in (1, 2)):
+            found.append(next(output))
+    lines = "".join(found)
+    place = rf"it is at .*train\.py:{_line('J')} in cycle \(.*\)"
+    waits = r"worker \(gpus {}\S*\): worker\.cycle of trainers has waited 1 s for rank {} of 3 \(gpus {}, pid \d+\): "
+    assert re.search(rf"{waits.format(1, 2, 2)}{place}, running cycle for \d s, and waits for worker\.cycle", lines)
+    queued = r"the call is queued behind cycle, which runs for \d s; "
+    assert re.search(rf"{waits.format(2, 1, 1)}{queued}{place}, and waits for worker\.cycle", lines)

@@ -217,14 +217,16 @@ class Future(Generic[T]):
             except RuntimeError:  # the loop is closed, and with it every task that waited
                 return
 
-        def given_up(outer: asyncio.Future[T]) -> None:
+        def over(outer: asyncio.Future[T]) -> None:
+            self._end_await()
             if outer.cancelled():
                 self.cancel("its asyncio task was cancelled")
 
-        future.add_done_callback(given_up)
+        future.add_done_callback(over)
         if self.ready:
             end()
         else:
+            self._begin_await()
             self.add_done_callback(told)
         return future
 
@@ -279,6 +281,12 @@ class Future(Generic[T]):
     def _late_text(self, _seconds: float) -> str:
         """Return what is known of a value that is late, for the end of an error's text."""
         return ""
+
+    def _begin_await(self) -> None:
+        """Note that a coroutine awaits the value."""
+
+    def _end_await(self) -> None:
+        """Note that no coroutine awaits it any more."""
 
     def _finish(self) -> None:
         self._cancel = None

@@ -86,6 +86,12 @@ class _Call(Future[T]):
     def _late_text(self, seconds: float) -> str:
         return late_text(self, seconds)
 
+    def _begin_await(self) -> None:
+        self.program.await_notices.begin(self, self)
+
+    def _end_await(self) -> None:
+        self.program.await_notices.end(self)
+
 
 class UnaryCall(_Call[T]):
     __slots__ = ("base_rank", "load", "peer")
@@ -199,11 +205,19 @@ class BroadcastCall(_Call[ValueMesh[T]]):
 class DerivedFuture(Future[T]):
     """Result that is made of the replies of ``call``, such as their fold. A wait for it is a wait for the call."""
 
-    __slots__ = ("call",)
+    __slots__ = ("_program", "call")
 
     def __init__(self, wait: Any, cancel: Any, call: _Call[Any] | StreamCollector[Any]) -> None:
         super().__init__(wait, cancel)
         self.call: _Call[Any] | StreamCollector[Any] | None = call  # None once it is done
+        self._program = call.program
+
+    def _begin_await(self) -> None:
+        if self.call is not None:
+            self._program.await_notices.begin(self, self.call)
+
+    def _end_await(self) -> None:
+        self._program.await_notices.end(self)
 
     def _finish(self) -> None:
         self.call = None
@@ -405,7 +419,11 @@ class Stream(Generic[T]):
             self._waiting.append(some)
             if self._queue or not self._open:
                 self._tell()
-            await some
+            self.program.await_notices.begin(some, self)
+            try:
+                await some
+            finally:
+                self.program.await_notices.end(some)
         return self._take()
 
     def close(self, reason: str = "the stream was closed by its reader") -> None:

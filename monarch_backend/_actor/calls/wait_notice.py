@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._core import env
@@ -46,14 +46,7 @@ def noticed(runtime: Runtime, what: Any, runner: ActorRunner | None, waited: flo
         return
 
     def notice() -> None:
-        try:
-            text = "" if what.ready else describe(what, MAX_NOTICE_GATHER_S)
-        except Exception:  # no /proc, or no access to it
-            log.debug("what a long wait waits for was not found", exc_info=True)
-            return
-        if text and not what.ready:
-            waiter = "" if runner is None else f"{runner.name} ({runner.point}): "
-            log.warning("%s%s has waited %.0f s for %s", waiter, _call_name(what), after, text)
+        log_long_wait(what, runner, after, lambda: bool(what.ready))
 
     def start() -> None:
         start_thread(threading.Thread(target=notice, name="monarch-notice", daemon=True))
@@ -63,6 +56,18 @@ def noticed(runtime: Runtime, what: Any, runner: ActorRunner | None, waited: flo
         yield
     finally:
         timer.cancel()
+
+
+def log_long_wait(what: Any, runner: ActorRunner | None, seconds: float, is_over: Callable[[], bool]) -> None:
+    """Log the line of a wait that has taken ``seconds``, unless it is over. Called on a thread of its own."""
+    try:
+        text = "" if is_over() else describe(what, MAX_NOTICE_GATHER_S)
+    except Exception:  # no /proc, or no access to it
+        log.debug("what a long wait waits for was not found", exc_info=True)
+        return
+    if text and not is_over():
+        waiter = "" if runner is None else f"{runner.name} ({runner.point}): "
+        log.warning("%s%s has waited %.0f s for %s", waiter, _call_name(what), seconds, text)
 
 
 def late_text(what: Any, seconds: float) -> str:

@@ -1,0 +1,67 @@
+"""Notices of long awaits: the log line of wait_notice.py for replies that coroutines await.
+
+A timer for each await would cost more than the call. So awaits are kept with the time of their start, and one timer
+looks for those that have lasted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._actor import context
+from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.calls.wait_notice import log_long_wait
+from monarch_backend._core import env
+from monarch_backend._core.limits import start_thread
+
+if TYPE_CHECKING:
+    from monarch_backend._actor.runtime import Runtime
+
+MIN_LOOK_S = 0.1
+"""Least seconds between two looks."""
+
+
+class AwaitNotices:
+    """Awaits of a runtime's calls that have not ended. Any thread may call `begin` and `end`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # Start, actor, and the call or stream, by the future that is awaited.
+        self._begun: dict[Future[Any], tuple[float, Any, Any]] = {}
+        self._is_armed = False
+        self._after = env.get("MONARCH_WAIT_NOTICE") if runtime.waiting.is_real else 0.0
+
+    def begin(self, future: Future[Any], what: Any) -> None:
+        """Note that a coroutine awaits a future, which a call or stream ends."""
+        if self._after:
+            self._begun[future] = time.monotonic(), context.runner.get(), what
+            if not self._is_armed:
+                self._arm(self._after)
+
+    def end(self, future: Future[Any]) -> None:
+        """Note that no coroutine awaits a future any more."""
+        self._begun.pop(future, None)
+
+    def _arm(self, seconds: float) -> None:
+        self._is_armed = True
+        self._runtime.progress.later(max(MIN_LOOK_S, seconds), self._look)
+
+    def _look(self) -> None:
+        """Log the awaits that have lasted. Called on the reading thread."""
+        self._is_armed = False  # first, so that an await that begins meanwhile is not missed
+        now, left = time.monotonic(), []
+        for future, (start, runner, what) in self._begun.copy().items():
+            if now - start < self._after:
+                left.append(self._after - (now - start))
+            elif self._begun.pop(future, None) is not None:
+                self._start_notice(future, runner, what)
+        if left and not self._is_armed:
+            self._arm(min(left))
+
+    def _start_notice(self, future: Future[Any], runner: Any, what: Any) -> None:
+        def notice() -> None:
+            log_long_wait(what, runner, self._after, lambda: future.ready)
+
+        start_thread(threading.Thread(target=notice, name="monarch-notice", daemon=True))
