@@ -30,7 +30,7 @@ def _block(stacks: Stacks, all_threads: bool) -> str:
     if stacks.problem:
         return f"    no stack: {stacks.problem}"
     shown = [each for each in reversed(stacks.threads) if (all_threads or not each.is_runtime)]
-    unread = [f"    the tasks of its async actors are unknown: {stacks.unread_tasks}"] if stacks.unread_tasks else []
+    unread = [f"    {stacks.unread_tasks}"] if stacks.unread_tasks else []
     if not shown:
         return unread[0] if unread else "    runs no code of the program: it waits for messages"
     texts = []

@@ -31,11 +31,12 @@ def read(pid: int, *, native: bool = False, timeout: float = ANSWER_TIMEOUT_S, w
     found = stacks.read(pid, native=native, timeout=timeout, with_py_spy=with_py_spy)
     if any(_runs_tasks(thread) for thread in found.threads):
         try:
-            tasks = _tasks(pid, max(end, time.monotonic() + MIN_TASKS_TIMEOUT_S))
+            tasks, has_more = _tasks(pid, max(end, time.monotonic() + MIN_TASKS_TIMEOUT_S))
         except (RequestError, OSError) as error:
-            found.unread_tasks = str(error)
+            found.unread_tasks = f"the tasks of its async actors are unknown: {error}"
         else:
             found.threads[:0] = reversed(tasks)
+            found.unread_tasks = f"its async actors have more tasks than these {len(tasks)}" if has_more else ""
     return found
 
 
@@ -57,8 +58,8 @@ def _runs_tasks(thread: Thread) -> bool:
     return any(frame.file.endswith(_LOOP_FILE) for frame in thread.frames)
 
 
-def _tasks(pid: int, end: float) -> list[Task]:
-    """Return the waiting tasks of a process. Raises RequestError and OSError."""
+def _tasks(pid: int, end: float) -> tuple[list[Task], bool]:
+    """Return the first waiting tasks of a process, and whether it has more. Raises RequestError and OSError."""
     pause = 0.001
     with Request(pid, do="tasks") as request:
         while (answer := request.answer()) is None:
@@ -66,7 +67,8 @@ def _tasks(pid: int, end: float) -> list[Task]:
                 raise RequestError(f"it does not answer: {stacks.state_of(pid)}")
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
-    return [_task(each) for each in json.loads(answer[1])]
+    about, body = answer
+    return [_task(each) for each in json.loads(body)], bool(about["has_more"])
 
 
 def _task(told: dict[str, Any]) -> Task:

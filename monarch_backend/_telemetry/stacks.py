@@ -119,7 +119,7 @@ class Task(Thread):
 class Stacks:
     """Threads of a process, the main thread last. ``problem`` says why there are none.
 
-    Tasks of async actors are before the threads, and ``unread_tasks`` says why they are not.
+    Tasks of async actors are before the threads. ``unread_tasks`` says that some are missing, and why.
     """
 
     pid: int

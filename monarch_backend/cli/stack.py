@@ -79,6 +79,7 @@ def as_text(program: Program, read: list[tuple[Process, Stacks]], *, all_threads
 
 def _as_json(program: Program, read: list[tuple[Process, Stacks]]) -> dict[str, Any]:
     from monarch_backend._telemetry.folded_stacks import source_of
+    from monarch_backend._telemetry.stacks import Task
 
     return {
         "pid": program.pid,
@@ -89,11 +90,12 @@ def _as_json(program: Program, read: list[tuple[Process, Stacks]]) -> dict[str, 
             {
                 "pid": process.pid,
                 "label": process.label,
-                "problem": stacks.problem,
+                "problem": stacks.problem or stacks.unread_tasks,
                 "threads": [
                     {
                         "name": thread.name,
                         "runtime": thread.is_runtime,
+                        "awaits": thread.awaits if isinstance(thread, Task) else "",
                         "frames": [
                             {"file": each.file, "line": each.line, "function": each.function, "source": source_of(each)}
                             for each in thread.frames

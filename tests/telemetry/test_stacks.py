@@ -89,7 +89,9 @@ def test_stack_of_one_rank_as_json(running: subprocess.Popen[str], capsys: pytes
     [process] = program["processes"]
     assert process["label"] == "gpus 1 of trainers" and process["problem"] == ""
     task, thread = [each for each in process["threads"] if not each["runtime"]]
-    assert task["name"] == "async endpoint wait of concurrent" and task["frames"][-1]["function"] == "sleep"
+    assert (task["name"], task["awaits"]) == ("async endpoint wait of concurrent", "") and task["frames"][-1][
+        "function"
+    ] == "sleep"
     assert thread["frames"][-1]["source"] == "time.sleep(60)"
 
 
@@ -409,6 +411,12 @@ class Worker(Actor):
             pass
 
     @concurrent_endpoint
+    async def step(self):
+        values = self.values()
+        assert await anext(values, None) == 1
+        await anext(values, None)  # line G
+
+    @concurrent_endpoint
     async def block(self):
         time.sleep(1e6)  # line F
 
@@ -494,6 +502,12 @@ def test_stack_of_an_async_generator_and_of_its_reader(tmp_path: Path, capsys: p
         assert f"waits.py:{_async_line('D')} in values" in _block_of(pid, "gpus 1", "in load", capsys)
 
 
+def test_stack_of_one_step_of_an_async_generator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with _async_program(tmp_path, "asyncio", "step", "1") as pid:
+        text = _block_of(pid, "gpus 0", "in load", capsys)
+    assert f"waits.py:{_async_line('G')} in step" in text and f"waits.py:{_async_line('D')} in values" in text
+
+
 def test_stack_of_a_blocked_event_loop_names_the_blocking_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -535,3 +549,9 @@ def test_tasks_of_a_process_that_keeps_the_gil_are_unknown(
     assert "it does not answer: it sleeps" in found.unread_tasks
     [text] = folded_stacks.fold([(program.processes[0], found)])
     assert text.startswith("    the tasks of its async actors are unknown: it does not answer")
+
+
+def test_tasks_beyond_the_first_ones_are_counted_as_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with _async_program(tmp_path, "asyncio", "wait", "1005") as pid:
+        text = _block_of(pid, "gpus 0", "1000 times", capsys)
+    assert text.endswith("    its async actors have more tasks than these 1000\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 from collections.abc import Iterator
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
@@ -24,7 +25,7 @@ MAX_TASKS = 1000
 """Tasks in an answer. Further ones are left out."""
 
 MAX_DEPTH = 200
-"""Calls of a task in an answer. Further ones are left out."""
+"""Coroutines of a task that are followed."""
 
 _ATTRIBUTES = {
     CoroutineType: ("cr_frame", "cr_await"),
@@ -34,11 +35,12 @@ _ATTRIBUTES = {
 
 
 def answer(_request: Any, _asked: Any) -> tuple[dict[str, Any], bytes]:
-    """Answer the request for the tasks of this process: their number, and facts of the first ones as JSON."""
+    """Answer the request for the tasks of this process with facts of them as JSON, and whether there are more."""
     runtime = current_runtime.started()
     runners = [] if runtime is None else list(runtime.runners.values())
-    found = [task for runner in runners if isinstance(runner, AsyncActorRunner) for task in _of_runner(runner)]
-    return {"count": len(found)}, json.dumps(found[:MAX_TASKS]).encode()
+    tasks = (task for runner in runners if isinstance(runner, AsyncActorRunner) for task in _of_runner(runner))
+    found = list(itertools.islice(tasks, MAX_TASKS + 1))
+    return {"has_more": len(found) > MAX_TASKS}, json.dumps(found[:MAX_TASKS]).encode()
 
 
 def _of_runner(runner: AsyncActorRunner) -> Iterator[dict[str, Any]]:
@@ -66,20 +68,22 @@ def _of_runner(runner: AsyncActorRunner) -> Iterator[dict[str, Any]]:
 def _frames(awaitable: Any) -> list[FrameType]:
     """Return the frames of a coroutine and of what it awaits, the outermost first."""
     frames: list[FrameType] = []
-    while awaitable is not None and len(frames) < MAX_DEPTH:
+    for _ in range(MAX_DEPTH):
         attributes = _ATTRIBUTES.get(type(awaitable))
-        if attributes is None:
+        if attributes is not None:
+            frame, awaitable = (getattr(awaitable, name) for name in attributes)
+            if frame is not None:
+                frames.append(frame)
+        elif awaitable is not None:
             awaitable = _hidden(awaitable)
-            continue
-        frame, awaitable = (getattr(awaitable, name) for name in attributes)
-        if frame is not None:
-            frames.append(frame)
     return frames
 
 
 def _hidden(awaitable: Any) -> Any:
     """Return the coroutine or generator behind an iterator of C code, as of ``async for``. None without one."""
-    return next((each for each in gc.get_referents(awaitable) if type(each) in _ATTRIBUTES), None)
+    found = gc.get_referents(awaitable)
+    steps = [each for each in found if type(each).__name__.startswith("async_generator_a")]  # behind anext()
+    return next((each for each in found if type(each) in _ATTRIBUTES), steps[0] if steps else None)
 
 
 def _awaited(frames: list[FrameType]) -> str:
