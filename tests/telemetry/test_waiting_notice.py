@@ -161,6 +161,10 @@ async def main_that_awaits(one):
     await asyncio.gather(one.wait.call_one(), one.block.call_one(0))
 
 
+async def main_that_awaits_many(one):
+    await asyncio.gather(*(one.wait.call_one() for _ in range(30)))
+
+
 async def main_that_gives_up(one):
     try:
         await asyncio.wait_for(one.wait.call_one(), 1.3)
@@ -188,6 +192,8 @@ def main_of_async(workers, case):
         one.cycle.call_one(workers, 2).get()
     elif case == "async main":
         asyncio.run(main_that_awaits(one))
+    elif case == "async many":
+        asyncio.run(main_that_awaits_many(one))
     elif case == "async short":
         asyncio.run(main_that_gives_up(one))
     elif case == "async stream":
@@ -391,6 +397,16 @@ def test_await_of_an_async_endpoint_that_lasts_is_logged_with_its_actor(tmp_path
 def test_notice_of_awaits_can_be_switched_off(tmp_path: Path) -> None:
     with _running(tmp_path, "async short", "0") as lines:
         assert list(lines) == ["gave up\n"]
+
+
+@pytest.mark.slow
+def test_only_a_few_of_many_long_awaits_have_a_line(tmp_path: Path) -> None:
+    with _running(tmp_path, "async many", "1") as output:
+        found = []
+        while not found or "more awaits" not in found[-1]:
+            found.append(next(output))
+    lines = [line for line in found if "worker.wait of trainers has waited" in line]
+    assert (len(lines), found[-1]) == (4, "26 more awaits of calls have lasted 1 s\n")
 
 
 @pytest.mark.slow

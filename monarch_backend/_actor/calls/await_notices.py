@@ -6,6 +6,7 @@ looks for those that have lasted.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,16 @@ from monarch_backend._core.limits import start_thread
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
 
-MIN_LOOK_S = 0.1
+log = logging.getLogger("monarch_backend")
+
+MIN_LOOK_S = 1.0
 """Least seconds between two looks."""
+
+TOGETHER_S = 0.1
+"""Awaits that lack at most this time are logged with those before them."""
+
+MAX_LOGGED = 4
+"""Awaits of one look that get a line. Of the others, only the number is logged."""
 
 
 class AwaitNotices:
@@ -51,17 +60,19 @@ class AwaitNotices:
     def _look(self) -> None:
         """Log the awaits that have lasted. Called on the reading thread."""
         self._is_armed = False  # first, so that an await that begins meanwhile is not missed
-        now, left = time.monotonic(), []
+        now, left, due = time.monotonic(), [], []
         for future, (start, runner, what) in self._begun.copy().items():
-            if now - start < self._after:
+            if now - start < self._after - TOGETHER_S:
                 left.append(self._after - (now - start))
-            elif self._begun.pop(future, None) is not None:
-                self._start_notice(future, runner, what)
+            elif self._begun.pop(future, None) is not None and not future.ready:
+                due.append((future, runner, what))
+        if due:
+            start_thread(threading.Thread(target=self._log, args=(due,), name="monarch-notice", daemon=True))
         if left and not self._is_armed:
             self._arm(min(left))
 
-    def _start_notice(self, future: Future[Any], runner: Any, what: Any) -> None:
-        def notice() -> None:
-            log_long_wait(what, runner, self._after, lambda: future.ready)
-
-        start_thread(threading.Thread(target=notice, name="monarch-notice", daemon=True))
+    def _log(self, due: list[tuple[Future[Any], Any, Any]]) -> None:
+        for future, runner, what in due[:MAX_LOGGED]:
+            log_long_wait(what, runner, self._after, lambda: future.ready)  # noqa: B023
+        if len(due) > MAX_LOGGED:
+            log.warning("%d more awaits of calls have lasted %.0f s", len(due) - MAX_LOGGED, self._after)
