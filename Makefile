@@ -76,8 +76,8 @@ test-portable: $(PORTABLE)/.installed  ## the code for macOS: the portable core,
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/worker/test_record_sanitizers.py
 
-test-seeds: $(STAMP)  ## 5,000 simulated worlds, in addition to those of the ordinary run
-	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_random_worlds.py
+test-seeds: $(STAMP)  ## 5,000 simulated worlds, and 5,000 with deadlocks, in addition to those of the ordinary run
+	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_random_worlds.py tests/testing/test_random_deadlocks.py
 
 test-model: $(STAMP)  ## model checking of the flag protocol of csrc/shm, also with three ranks: minutes, needs spin
 	$(BIN)/python csrc/shm/model/check.py --slow
