@@ -172,6 +172,11 @@ class LogCollector:
         with self._lock:
             return mesh.tail(rank)
 
+    def last_lines(self, mesh: MeshLog, rank: int) -> list[str]:
+        """Return the last lines (20 at most) that ``rank`` wrote to stdout and stderr, as `tail` does."""
+        with self._lock:
+            return mesh.last_lines(rank)
+
     def _start(self) -> selectors.BaseSelector:
         selector = self._selector = selectors.DefaultSelector()
         if self._history is None:

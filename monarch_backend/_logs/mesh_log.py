@@ -117,7 +117,8 @@ class MeshLog:
         self._folds = {stream: LineDeduplicator(self._window) for stream in STREAM_NAMES}
         self._limit = RateLimit(self.options.lines_per_sec, self.options.burst)
         self._pipes: Counter[tuple[int, int]] = Counter()  # (rank, stream) -> its open pipes
-        self._tails: dict[int, deque[bytes]] = {}
+        self._tails: dict[int, deque[bytes]] = {}  # of stderr
+        self._last: dict[int, deque[bytes]] = {}  # of both streams
         self._prefix = functools.lru_cache(_CACHED_PREFIXES)(self._make_prefix)
         self._files: dict[tuple[int, int], int] = {}
         self._files_failed = False
@@ -169,7 +170,8 @@ class MeshLog:
         if self.history is not None:
             self._keep(self.history, rank, stream, lines)
         if stream == STDERR:
-            self._remember(rank, lines)
+            self._remember(self._tails, rank, lines)
+        self._remember(self._last, rank, lines)
         if options.to_files is not None and not self._files_failed:
             self._write_file(rank, stream, lines)
         if options.stream_to_client and shown:
@@ -196,8 +198,11 @@ class MeshLog:
 
     def tail(self, rank: int) -> list[str]:
         """Return the last lines that ``rank`` wrote to stderr."""
-        text = b"\n".join(self._tails.get(rank, ())).decode(errors="replace")
-        return text.split("\n")[-TAIL_LINES:] if text else []
+        return _text_lines(self._tails.get(rank, ()))
+
+    def last_lines(self, rank: int) -> list[str]:
+        """Return the last lines that ``rank`` wrote to stdout and stderr, as they were read."""
+        return _text_lines(self._last.get(rank, ()))
 
     def close_files(self) -> None:
         """Close the files. The next line opens them again if ``to_files`` is set."""
@@ -244,10 +249,10 @@ class MeshLog:
                 f"{self.options.lines_per_sec:g} lines/s per process; logging_option(to_files=) keeps all of them",
             )
 
-    def _remember(self, rank: int, lines: list[bytes]) -> None:
-        tail = self._tails.get(rank)
+    def _remember(self, tails: dict[int, deque[bytes]], rank: int, lines: list[bytes]) -> None:
+        tail = tails.get(rank)
         if tail is None:
-            tail = self._tails[rank] = deque(maxlen=TAIL_LINES)
+            tail = tails[rank] = deque(maxlen=TAIL_LINES)
         for line in lines[-TAIL_LINES:]:
             tail.append(line if len(line) <= TAIL_LINE_BYTES else line[:TAIL_LINE_BYTES] + b" ...")
 
@@ -288,6 +293,11 @@ class MeshLog:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{_file_name(self._label([rank]))}.{STREAM_NAMES[stream]}"
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _text_lines(lines: Iterable[bytes]) -> list[str]:
+    text = b"\n".join(lines).decode(errors="replace")
+    return text.split("\n")[-TAIL_LINES:] if text else []
 
 
 def _file_name(text: str) -> str:

@@ -37,6 +37,12 @@ class Worker(Actor):
             end_process(how)
 
     @endpoint
+    def print_and_die(self) -> None:
+        print("warning: slow disk", file=sys.stderr, flush=True)
+        print("shard 17 is corrupt", flush=True)
+        end_process("SIGKILL")
+
+    @endpoint
     def raises(self) -> None:
         self.deep(20)
 
@@ -57,8 +63,16 @@ class Worker(Actor):
 
 def test_last_words_have_no_lines_of_the_profiler() -> None:
     of_profiler = "USDT:2026-11-30 06:21:11 14355:15667 SyncActivityProfilerHandler.cpp:59] profiler_stop"
-    assert exits._last_words(["no data", of_profiler, of_profiler.replace("stop", "start")]) == ("no data",)
-    assert exits._last_words([of_profiler]) == ()
+    both = ["no data", of_profiler, of_profiler.replace("stop", "start")]
+    assert exits._last_words(both, both) == ("no data",)
+    assert exits._last_words([of_profiler], [of_profiler]) == ()
+
+
+def test_report_of_a_killed_process_has_its_last_lines_of_both_streams(faults: Faults) -> None:
+    with this_host().spawn_procs({"gpus": 1}) as procs:
+        procs.spawn("worker", Worker).print_and_die.broadcast()
+        report = faults.next().report()
+    assert sorted(re.findall(r"^ *\| (.*)$", report, re.MULTILINE)) == ["shard 17 is corrupt", "warning: slow disk"]
 
 
 @recorded

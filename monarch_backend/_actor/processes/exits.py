@@ -178,7 +178,8 @@ class ProcessExits:
         last_words: tuple[str, ...] = ()
         if self._starter.logs is not None and (code is None or code != 0):
             self._starter.logs.flush(owned.logs, 0.01)
-            last_words = _last_words(self._starter.logs.tail(owned.logs, rank))
+            logs = self._starter.logs
+            last_words = _last_words(logs.tail(owned.logs, rank), logs.last_lines(owned.logs, rank))
         host = program.hosts.name_of(member.peer.token)
         is_here = program.waiting.is_real and program.hosts.of(member.peer.token) is None
         messages = last_messages.of_started(pid) if is_here and pid and code != 0 else ()
@@ -247,10 +248,11 @@ class ProcessOwner:
         self.exits = ProcessExits(program, records, self.starter, self.readiness, self.restarts, self.stops)
 
 
-def _last_words(tail: list[str]) -> tuple[str, ...]:
-    """Return the end of a dead process's stderr: the text of faulthandler, the last traceback, or the last lines.
+def _last_words(tail: list[str], last_lines: list[str]) -> tuple[str, ...]:
+    """Return the end of a dead process's output: faulthandler's text, the last traceback, or its last lines.
 
-    Lines of torch's profiler say nothing of the end, and are left out.
+    ``tail`` is of stderr, ``last_lines`` of both streams. Lines of torch's profiler say nothing of the end, and are
+    left out.
     """
     tail = [line for line in tail if not _OF_PROFILER.match(line)]
     for i, line in enumerate(tail):
@@ -259,4 +261,6 @@ def _last_words(tail: list[str]) -> tuple[str, ...]:
     starts = [i for i, line in enumerate(tail) if line.startswith("Traceback (most recent call last)")]
     if starts and starts[-1] < len(tail) - 8:
         return tuple(tail[starts[-1] :][-MAX_TRACEBACK_LINES:])
-    return tuple(tail[-8:])
+    if starts:
+        return tuple(tail[-8:])
+    return tuple([line for line in last_lines if not _OF_PROFILER.match(line)][-8:])
