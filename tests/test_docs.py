@@ -48,6 +48,14 @@ FRAGMENTS = {"guides/new-collective.md", "operate/hangs.md"}
 tests/telemetry/test_hang_causes.py runs. On other pages such a block has the language py.
 """
 
+ELSEWHERE = {
+    "guides/kubernetes.md": "k8s/test_kubernetes_guide.py",
+    "guides/ray-clusters.md": "job/test_scheduler_pages.py",
+    "guides/schedulers.md": "job/test_scheduler_pages.py",
+    "guides/slurm.md": "job/test_slurm_page.py",
+}
+"""Pages on schedulers, and the tests that run their code. The code needs a cluster, or other processes."""
+
 
 def blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -56,6 +64,12 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 def test_each_page_with_python_code_is_run() -> None:
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if blocks(page)}
     assert pages - FRAGMENTS == set(RUN)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_code_of_a_page_on_a_scheduler_is_run_by_its_test(name: str) -> None:
+    assert blocks(DOCS / name, "py")
+    assert Path(name).name in (Path(__file__).parent / ELSEWHERE[name]).read_text()
 
 
 @pytest.mark.slow
