@@ -12,7 +12,9 @@ SECONDS ?= 300
 COUNT ?= 200
 # make test-rdma: pytest's mark expression. CI leaves out slow tests.
 VERBS ?= verbs
-# make test-k8s: pytest's mark expression. CI leaves out nightly tests.
+# make test-slurm: pytest's mark expression. The nightly workflow runs SLURM=slurm, with the tests that wait for minutes.
+SLURM ?= slurm and not slow
+# make test-k8s: pytest's mark expression. Without the mesh of 100 pods: make test-k8s K8S="k8s and not nightly".
 K8S ?= k8s
 # make wheels: Python releases and platforms. Example with one wheel: make wheels PYTHONS=3.11 PLATFORMS=linux-x86_64.
 PYTHONS ?= 3.10 3.11 3.12 3.13 3.14 3.14t 3.15
@@ -105,7 +107,7 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 
 # The packages are slurmctld, slurmd, slurm-client and munge. Without them or without root all tests skip.
 test-slurm: $(STAMP)  ## jobs and srun on a real Slurm cluster of network namespaces (root, Slurm's packages)
-	$(BIN)/python -m pytest -m "slurm and not slow" --durations=10 tests/job
+	$(BIN)/python -m pytest -m "$(SLURM)" --durations=10 tests/job
 
 test-k8s: $(STAMP)  ## KubernetesJob on a real control plane, which it builds once (minutes), with pods in namespaces (root, Debian)
 	@rc=0; tools/k8s_control_plane.sh --prepare || rc=$$?; \
