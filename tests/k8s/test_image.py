@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from tests.k8s.image import built, refusal
 
 pytestmark = [pytest.mark.slow, pytest.mark.k8s, pytest.mark.nightly]
 
+BUILD_TIMEOUT_S = 1800
 IMAGE = "registry.example/train:1"
 # The class of the actor is sent with its code: the tests' modules are not in the image.
 PROGRAM = """
@@ -49,6 +51,7 @@ finally:
 def image(kube: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if why := refusal():
         pytest.skip(f"no image: {why}")
+    faulthandler.dump_traceback_later(BUILD_TIMEOUT_S, exit=True)  # in place of pytest's timeout for a test
     with built(tmp_path_factory.mktemp("image")) as made:
         plan = {"root": str(made.root), "user": made.user, "env": made.env}
         kube.tell_kubelet(f"image {IMAGE} {json.dumps(plan)}")
