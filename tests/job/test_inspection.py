@@ -291,7 +291,7 @@ def test_one_process_of_the_host_gets_a_signal(job: Job, programs: list[dict[str
         (["profile", "JOB", "--seconds", "1", "--ranks", "gpus=9"], "no process is 'gpus=9'; there are: "),
         (["debug", "JOB"], "is a job, and debug reaches only the processes of this machine"),
         (["flight-recorder", "JOB", "-o", "dumps"], "no process has a group of backend='monarch'"),
-        (["logs", "JOB", "--rank", "gpus 9"], "no process is ['gpus 9']; there are ["),
+        (["logs", "JOB", "--rank", "gpus 9"], "no process is 'gpus 9'; there are ["),
     ],
 )
 @pytest.mark.usefixtures("programs")
