@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,8 +50,8 @@ def areas() -> Iterator[Area]:
             yield area
 
 
-def descriptor_named(pid: int, name: str, suffix: str | None = None) -> int | None:
-    """Return the descriptor of a process's memory file with this name, or of its file with this suffix.
+def descriptor_named(pid: int, name: str, file_name: re.Pattern[str] | None = None) -> int | None:
+    """Return the descriptor of a process's memory file with this name, or of its file with such a name.
 
     Return None if there is none to see.
     """
@@ -58,13 +59,15 @@ def descriptor_named(pid: int, name: str, suffix: str | None = None) -> int | No
         descriptors = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # ended, or another user's
         return None
-    return next((int(each) for each in descriptors if is_named(pid, each, name, suffix)), None)
+    return next((int(each) for each in descriptors if is_named(pid, each, name, file_name)), None)
 
 
-def is_named(pid: int, descriptor: int | str, name: str, suffix: str | None = None) -> bool:
-    """Return whether a descriptor of a process is a memory file with this name, or a file with this suffix."""
+def is_named(pid: int, descriptor: int | str, name: str, file_name: re.Pattern[str] | None = None) -> bool:
+    """Return whether a descriptor of a process is a memory file with this name, or a file with such a name."""
     try:
         path = os.readlink(f"/proc/{pid}/fd/{descriptor}")
     except OSError:
         return False
-    return path == f"/memfd:{name} (deleted)" or (suffix is not None and path.endswith(suffix))
+    if path == f"/memfd:{name} (deleted)":
+        return True
+    return file_name is not None and file_name.fullmatch(os.path.basename(path.removesuffix(" (deleted)"))) is not None

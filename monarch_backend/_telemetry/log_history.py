@@ -13,8 +13,9 @@ everything between both and then drops what lies before the new tail. So it need
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
+import logging
 import mmap
 import os
 import struct
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 
 from monarch_backend._core import env
 from monarch_backend._telemetry import log_files, recording_area
+
+log = logging.getLogger("monarch_backend")
 
 HISTORY_NAME = "monarch-log-history"
 """Name of the memory file, by which readers find it."""
@@ -70,14 +73,12 @@ class LogHistory:
         self.descriptor, self._is_file = made, descriptor is not None
         try:
             os.ftruncate(made, _PAGE + self.size)
-            about = {"version": _VERSION, "size": self.size, "owner": self._owner, "program": " ".join(sys.argv)[:1024]}
+            about = {"version": _VERSION, "size": self.size, "owner": self._owner, "program": " ".join(sys.argv)[:300]}
             os.pwrite(made, json.dumps(about).encode().ljust(_PAGE, b"\0"), 0)
-            self._memory = mmap.mmap(made, _PAGE + self.size)
         except BaseException:
             if descriptor is None:
                 os.close(made)
             raise
-        self._ends = memoryview(self._memory)[_ENDS_AT:_PAGE].cast("Q")  # it stores each number at once
         self._tail = self._head = 0
 
     def append(self, label: str, pid: int, stream: int, text: bytes) -> None:
@@ -95,19 +96,27 @@ class LogHistory:
             self._make_room(end)
         header = _HEADER.pack(head, time.time(), len(text), pid, len(name), stream)
         self._put(head, header.ljust(_HEADER_BYTES) + name + text)
-        self._head = self._ends[1] = end
+        self._head = end
+        self._write_end(1, end)
 
     def _make_room(self, end: int) -> None:
-        tail, memory, size = self._tail, self._memory, self.size
+        tail, size = self._tail, self.size
         while end - tail > size:
-            _, _, text_bytes, _, label_bytes, _ = _HEADER.unpack_from(memory, _PAGE + tail % size)
+            header = os.pread(self.descriptor, _HEADER.size, _PAGE + tail % size)
+            if len(header) < _HEADER.size:
+                raise OSError(errno.EIO, "another program has cut its file")
+            _, _, text_bytes, _, label_bytes, _ = _HEADER.unpack(header)
             tail += _record_bytes(label_bytes + text_bytes)
-        self._tail = self._ends[0] = tail
+        self._tail = tail
+        self._write_end(0, tail)
+
+    def _write_end(self, which: int, value: int) -> None:
+        os.pwrite(self.descriptor, value.to_bytes(8, sys.byteorder), _ENDS_AT + 8 * which)
 
     def _put(self, position: int, data: bytes) -> None:
         at = position % self.size
         first = min(len(data), self.size - at)
-        # Not through the mapping: on a full disk that ends the process with SIGBUS.
+        # Not through a mapping: on a full disk, or if the file is truncated, that ends the process with SIGBUS.
         self._write(data[:first], _PAGE + at)
         self._write(data[first:], _PAGE)
 
@@ -121,8 +130,6 @@ class LogHistory:
         """Close the file. A memory file ends once no reader has it open, and a file without lines is removed."""
         if self._is_file and not self._head and self._owner == os.getpid():
             log_files.remove(self.descriptor)
-        self._ends.release()
-        self._memory.close()
         os.close(self.descriptor)
 
 
@@ -199,18 +206,27 @@ def make() -> LogHistory | None:
     size = int(env.get("MONARCH_LOG_HISTORY_BYTES"))
     if not size or not recording_area.is_wanted():
         return None
-    descriptor = None
-    with contextlib.suppress(OSError):  # the program's output matters more than its history
-        descriptor = log_files.create()
-        if descriptor is not None:
-            return LogHistory(size, descriptor)
+    try:  # the program's output matters more than its history
+        return _make_in_file(size) or LogHistory(size)
+    except OSError as error:
+        if env.get("MONARCH_LOG_DIR"):
+            log.warning("the last output of this program is only kept while it runs: %s", error)
     try:
-        if descriptor is not None:  # no space
-            log_files.remove(descriptor)
-            os.close(descriptor)
         return LogHistory(size)
     except OSError:
         return None
+
+
+def _make_in_file(size: int) -> LogHistory | None:
+    descriptor = log_files.create()
+    if descriptor is None:
+        return None
+    try:
+        return LogHistory(size, descriptor)
+    except OSError:
+        log_files.remove(descriptor)
+        os.close(descriptor)
+        raise
 
 
 def of_process(pid: int) -> HistoryReader | None:
@@ -218,7 +234,7 @@ def of_process(pid: int) -> HistoryReader | None:
     # Imported here: the search needs numpy's reader of areas, and this module is loaded in each program.
     from monarch_backend._telemetry.discovery import descriptor_named
 
-    descriptor = descriptor_named(pid, HISTORY_NAME, log_files.SUFFIX)
+    descriptor = descriptor_named(pid, HISTORY_NAME, log_files.NAME)
     if descriptor is None:
         return None
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -193,7 +192,7 @@ def read_ended(program: EndedProgram, wanted: LineFilter = ALL_LINES) -> Lines:
 
 
 def _reader_of(path: Path) -> HistoryReader:
-    return HistoryReader(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    return HistoryReader(log_files.open_to_read(path))
 
 
 def labels_of(program: Program, lines: Iterable[LogLine]) -> list[str]:

@@ -98,7 +98,7 @@ def test_program_without_output_leaves_no_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("case", ["others may write", "is a file", "none wanted"])
 def test_history_is_in_memory_where_no_file_can_be_made(
-    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if case == "others may write":
         folder.mkdir()
@@ -110,7 +110,58 @@ def test_history_is_in_memory_where_no_file_can_be_made(
     history = _history_of_a_program("kept")
     assert os.readlink(f"/proc/self/fd/{history.descriptor}").startswith("/memfd:")
     assert program_output.ended_programs() == []
+    assert [str(folder) in each for each in caplog.messages] == ([] if case == "none wanted" else [True])
     history.close()
+
+
+def test_missing_parents_of_the_folder_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_LOG_DIR", str(tmp_path / "a" / "b"))
+    history = _history_of_a_program("kept")
+    assert len(list((tmp_path / "a" / "b").iterdir())) == 1
+    history.close()
+
+
+def test_files_of_others_are_not_shown(folder: Path) -> None:
+    history = _history_of_a_program("own")
+    history.close()
+    [path] = folder.iterdir()
+    os.mkfifo(folder / "1-1.history")
+    (folder / "loss.history").write_text("0.5")
+    assert [each.file for each in program_output.ended_programs()] == [path]
+    folder.chmod(0o777)
+    assert program_output.ended_programs() == []
+
+
+def test_other_files_of_a_program_are_no_history(tmp_path: Path) -> None:
+    history = _history_of_a_program("kept")
+    with (tmp_path / "loss.history").open("w"):
+        reader = log_history.of_process(os.getpid())
+        assert reader is not None
+        with reader:
+            assert [line.text for line in reader.read()] == ["kept"]
+    history.close()
+
+
+def test_removed_file_of_a_running_program_is_read(folder: Path) -> None:
+    history = _history_of_a_program("kept")
+    [path] = folder.iterdir()
+    path.unlink()
+    reader = log_history.of_process(os.getpid())
+    assert reader is not None
+    with reader:
+        assert [line.text for line in reader.read()] == ["kept"]
+    history.close()
+
+
+def test_program_survives_that_its_file_is_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = _history_of_a_program("kept")
+    [path] = folder.iterdir()
+    os.truncate(path, 0)
+    for _ in range(2 * history.size // 1000):
+        history.append("gpus 0", 1, 1, b"x" * 1000)
+    history.close()
+    assert cli.main(["logs", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
 
 
 def test_file_of_another_release_is_named_and_others_are_shown(
