@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monarch_backend._core.errors import first_line
-from monarch_backend._telemetry import c_stderr, steps
+from monarch_backend._telemetry import steps
 from monarch_backend._telemetry.recorder import monotonic_ns
 from monarch_backend._telemetry.request_answers import Asked, RequestError, is_imported
 
@@ -27,9 +27,6 @@ MARK = "monarch clock"
 
 MARKS = 10
 """Marks at the beginning, and as many at the end."""
-
-_INIT_LINE = b"ERROR: External init callback must run in same thread as registerClient"
-"""Beginning of a line that Kineto prints where it starts on another thread than that which has imported torch."""
 
 _POLL_S = 0.1
 
@@ -83,8 +80,7 @@ def _session(
         activities.append(ProfilerActivity.CUDA)
     profiler = _KinetoProfile(activities=activities, experimental_config=config)
     try:
-        with c_stderr.without(_INIT_LINE):
-            profiler.start()
+        profiler.start()
     except RuntimeError as error:
         raise RequestError(f"torch's profiler can't be started: {first_line(error)}") from None
     try:

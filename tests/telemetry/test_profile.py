@@ -156,34 +156,6 @@ def _python(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-IMPORTS_TORCH = """
-import ctypes, sys, torch
-from monarch_backend._telemetry import c_stderr
-print("ready", flush=True)
-sys.stdin.readline()
-with c_stderr.without(b"dropped"):
-    for line in (b"dropped 1\\n", b"kept 2\\n"):
-        ctypes.CDLL(None).fputs(line, ctypes.c_void_p.in_dll(ctypes.CDLL(None), "stderr"))
-sys.stdin.readline()
-"""
-
-
-def test_profile_prints_no_error_of_its_start(tmp_path: Path) -> None:
-    path = tmp_path / "stderr"
-    code = "from monarch_backend._telemetry import recorder; recorder.area()\n" + IMPORTS_TORCH
-    with (
-        path.open("w") as stderr,
-        subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=stderr, text=True) as process,
-    ):
-        assert process.stdout is not None and process.stdin is not None
-        assert process.stdout.readline() == "ready\n"
-        assert _ask(process.pid, do="profile", seconds=0.05).startswith("{")
-        process.communicate("\n\n", timeout=60)
-    lines = path.read_text().splitlines()
-    assert not [line for line in lines if "External init callback" in line or "dropped" in line]
-    assert "kept 2" in lines  # other lines of C code are printed
-
-
 HOLDS_THE_GIL = """
 import ctypes
 mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock

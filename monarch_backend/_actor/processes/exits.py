@@ -47,7 +47,7 @@ MAX_TRACEBACK_LINES = 40
 
 
 _OF_PROFILER = re.compile(r"USDT:.* profiler_st(art|op)$|ERROR: External init callback must run in same thread")
-"""Lines that torch's profiler writes to stderr in each session."""
+"""Lines that torch's profiler writes to stderr in each session. The second: it starts on another thread than torch."""
 
 
 class ProcessExits:
