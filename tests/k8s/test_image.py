@@ -8,11 +8,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.k8s.cluster import ROOT, Cluster
+from tests.k8s.cluster import INSIDE, ROOT, Cluster
 from tests.k8s.conftest import Place
 from tests.k8s.image import built, refusal
 
@@ -58,24 +57,25 @@ def image(kube: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         yield IMAGE
 
 
-def run_program(kubeconfig: str, folder: Path, words: list[str]) -> tuple[int, str, str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": kubeconfig}
+def run_program(place: Place, *words: str) -> list[str]:
+    """Run a Python program beside the pods, and return the lines of its output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(place.kubeconfig)}
     done = subprocess.run(
-        [sys.executable, *words], env=environment, cwd=folder, capture_output=True, text=True, timeout=200, check=False,
+        place.kube.where.command(INSIDE, sys.executable, *words), env=environment, cwd=place.folder,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_pods_run_the_package_of_the_image_as_its_user(place: Place, image: str) -> None:
     program = place.folder / "program.py"
     program.write_text(PROGRAM)
-    code, out, err = place.run(run_program, [str(program), image], timeout=240)
-    assert code == 0, err
-    assert out.splitlines() == ["1000 2.0 /usr/local/lib/python3.11/dist-packages/monarch_backend"] * 2
+    found = run_program(place, str(program), image)
+    assert found == [f"1000 2.0 /usr/local/lib/python3.{sys.version_info[1]}/dist-packages/monarch_backend"] * 2
 
 
 def test_example_trains_on_pods_of_the_image(place: Place, image: str) -> None:
-    words = [str(ROOT / "examples/kubernetes_train.py"), "--image", image, "--pods", "2", "--steps", "6"]
-    code, out, err = place.run(run_program, words, timeout=240)
-    assert code == 0, err
-    assert [line.split(": loss")[0] for line in out.splitlines()] == [f"step {step}" for step in range(1, 7)]
+    example = str(ROOT / "examples/kubernetes_train.py")
+    lines = run_program(place, example, "--image", image, "--pods", "2", "--steps", "6")
+    assert [line.split(": loss")[0] for line in lines] == [f"step {step}" for step in range(1, 7)]
