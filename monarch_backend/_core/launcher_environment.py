@@ -1,12 +1,12 @@
 """Variables of a rank, RANK and so on, from those of srun, of Open MPI's mpirun and of launchers with PMI.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The others have their own names for ranks and
-sizes. They do not tell where the ranks can meet, so that is derived: from Slurm's list of nodes and the number of the
-step, or from the launcher's name of its job. MPICH's mpiexec has no such name in the environment. Its ranks on one node
-have the same process of it as an ancestor.
+sizes. They do not set where the ranks can meet. Address and port are derived from Slurm's list of nodes and the number
+of the step, or from the launcher's name of its job. MPICH's mpiexec sets no such name. On one node, a process of
+mpiexec is an ancestor of all its ranks.
 
-MPICH's mpiexec would tell a name by PMI_FD, in the PMI protocol. It takes a process that uses this protocol for a rank
-of MPI, and the process's end without MPI_Finalize for a crash. So this module does not use it.
+The PMI protocol of MPICH's mpiexec, on PMI_FD, has a name. But mpiexec expects a process that uses it to end with
+MPI_Finalize, and takes any other end for a crash. So this module does not use it.
 """
 
 from __future__ import annotations

@@ -142,9 +142,9 @@ class KubernetesJob(ScheduledJob):
         "monarch", or its only one, runs the host. The command, the secret, a port and a readiness probe are added to
         it, unless it has its own. So are the other arguments.
 
-        Raises ValueError for an invalid name or argument, fewer than one pod, a mesh that exists, and if not exactly
-        one of ``image`` and ``pod_template`` is given. Raises ValueError if ``notice`` is not shorter than
-        ``grace_period``, and if the ``pod_template`` has another value of an argument.
+        Raises ValueError for an invalid name or argument, for fewer than one pod, and for a mesh that exists. Exactly
+        one of ``image`` and ``pod_template`` is given, else ValueError is raised. So it is if ``notice`` is not shorter
+        than ``grace_period``, or if the ``pod_template`` has another value of an argument.
         """
         if (image is None) == (pod_template is None):
             raise ValueError(f"mesh {name!r}: give either an image or a pod_template")

@@ -329,13 +329,13 @@ class SlurmJob(ScheduledJob):
         for offset, (_, meshes) in enumerate(self._groups()):
             record = records.get(offset, SlurmRecord(file.submitted["job"], "UNKNOWN"))
             start = f"{file.submitted['job']}.{record.restarts}"
-            said = functools.cache(functools.partial(self._last_output, file, record))  # the output may be long
+            output = functools.cache(functools.partial(self._last_output, file, record))  # the output may be long
             for mesh, count in meshes.items():
                 for index in range(count):
                     report = reports.get((mesh, index))
                     if report is not None and report.start != start:
                         report = None  # of the job before it was requeued
-                    state, reason = self._state_of(record, report, step_runs, problems, said)
+                    state, reason = self._state_of(record, report, step_runs, problems, output)
                     found.append(self._replica(mesh, index, start, state, reason, report))
         return found
 
@@ -348,26 +348,26 @@ class SlurmJob(ScheduledJob):
 
     def _state_of(
         self, record: SlurmRecord, report: Report | None, step_runs: bool, problems: Mapping[str, str],
-        said: Callable[[], str],
+        output: Callable[[], str],
     ) -> tuple[str, str]:  # fmt: skip
-        """Return state and reason of one host. ``said`` returns the output of the job's last start."""
+        """Return state and reason of one host. ``output`` returns the output of the job's last start."""
         if record.state == "UNKNOWN":
             return "gone", f"Slurm does not know its job {record.number} any more"
         if record.has_ended:
             nodes = problems.values() if record.state == "NODE_FAIL" else ()
-            rest = [report.ended] if report and report.ended else [] if report else [self._last_words(said())]
-            return "gone", "; ".join([str(record), *nodes, *messages.reasons(said()), *rest])
+            rest = [report.ended] if report and report.ended else [] if report else [self._last_words(output())]
+            return "gone", "; ".join([str(record), *nodes, *messages.reasons(output()), *rest])
         if record.state in ("COMPLETING", "SUSPENDED"):  # how a completing job has ended is known when it is complete
-            return f"unknown: it is {record.state.lower()}", "; ".join([str(record), *messages.reasons(said())])
+            return f"unknown: it is {record.state.lower()}", "; ".join([str(record), *messages.reasons(output())])
         if record.state != "RUNNING":
             again = f", requeued {record.restarts} times" if record.restarts else ""
-            return "pending", "; ".join([f"{record}{again}", *messages.reasons(said())])
+            return "pending", "; ".join([f"{record}{again}", *messages.reasons(output())])
         if report is not None and report.ended:
             preempted = [self._ending(record)] if record.preempt_time else []
-            why = [*preempted, *messages.reasons(said(), report.node)]
+            why = [*preempted, *messages.reasons(output(), report.node)]
             return "gone", "; ".join([f"{report.ended} on node {report.node}", *why])
         if not step_runs:
-            why = messages.reasons(said(), report.node if report else "")
+            why = messages.reasons(output(), report.node if report else "")
             return "gone", "; ".join([f"its step in Slurm job {record.number} has ended", *why])
         if report is None or not report.address:
             return "pending", f"{record} on {record.nodes}; its host does not listen yet"
@@ -376,9 +376,9 @@ class SlurmJob(ScheduledJob):
             return "ending", "; ".join(filter(None, [end, problem]))
         return "up", problem
 
-    def _last_words(self, said: str) -> str:
+    def _last_words(self, output: str) -> str:
         """Return the last lines of the script's output, for a job whose hosts have not reported."""
-        return said[-500:] or f"is {self._folder} on a file system that all nodes have?"
+        return output[-500:] or f"is {self._folder} on a file system that all nodes have?"
 
     def _ending(self, record: SlurmRecord) -> str:
         """Return why the job ends, by preemption or within `ending_notice` seconds, and when; "" if it goes on."""
@@ -518,9 +518,9 @@ def _slurm_name(file: JobFile) -> str:
 
 def _sbatch(words: Sequence[str], script: str) -> int:
     """Submit a job, and return its number."""
-    said = commands.run(words, script)
-    if not (found := re.match(r"\s*(\d+)", said)):
-        raise JobError(f"sbatch has printed no number of a job: {said.strip()!r}")
+    output = commands.run(words, script)
+    if not (found := re.match(r"\s*(\d+)", output)):
+        raise JobError(f"sbatch has printed no number of a job: {output.strip()!r}")
     return int(found[1])
 
 
