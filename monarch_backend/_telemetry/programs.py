@@ -25,6 +25,9 @@ RUNNING = "running"
 LOST = "lost"
 """State of an activity that had not ended when its process did."""
 
+IS_ASYNC = "is_async"
+"""Key of an activity: a coroutine of a running process handles the message. JSON output does not have it."""
+
 
 @dataclass
 class Process:
@@ -73,7 +76,15 @@ class Program:
         return any(process.pid in pids for process in self.processes)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        for process in found["processes"]:
+            process["activities"] = activities_as_json(process["activities"])
+        return found
+
+
+def activities_as_json(activities: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return activities without the keys that only the commands use."""
+    return [{key: value for key, value in each.items() if key != IS_ASYNC} for each in activities]
 
 
 def programs() -> list[Program]:
@@ -165,6 +176,11 @@ def activity_state(activity: Activity, *, is_alive: bool) -> str:
     return State(activity.state).title if is_alive or activity.state in (State.IDLE, State.FAILED) else LOST
 
 
+def name_of_call(caller: int, number: int) -> str:
+    """Return the ``call`` of an activity, from the identity of the caller's process and the call's number."""
+    return f"{caller:x}.{number}"
+
+
 def _activity(activity: Activity, now: int, is_alive: bool, identity: int) -> dict[str, Any]:
     """Return an activity as it was at time ``now``, the present or the end of its process.
 
@@ -180,9 +196,9 @@ def _activity(activity: Activity, now: int, is_alive: bool, identity: int) -> di
         "detail": activity.detail if activity.state != State.IDLE else "",
         "seconds": max(0.0, (now - activity.since_ns) / 1e9),
         "ended": activity.count,
-        "call": f"{caller:x}.{activity.reference}" if is_of_call else "",
+        "call": name_of_call(caller, activity.reference) if is_of_call else "",
         "queue": activity.waiting if activity.state != State.IDLE and activity.kind != Kind.STEP else 0,
-        **({"call": activity.reference} if activity.is_async and activity.state != State.IDLE else {}),
+        **({IS_ASYNC: True} if activity.is_async and is_alive and activity.state != State.IDLE else {}),
         **({"median_seconds": activity.value / 1e9, "window": activity.waiting} if activity.kind == Kind.STEP else {}),
     }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from monarch_backend._telemetry import discovery, process_stacks, stacks
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
-from monarch_backend._telemetry.programs import Process
+from monarch_backend._telemetry.programs import IS_ASYNC, Process, name_of_call
 from monarch_backend._telemetry.reader import Activity, RecordedProcess
 
 _RUNNER_FILES = tuple(
@@ -69,8 +69,12 @@ def place_of(process: RecordedProcess, timeout: float) -> str:
 def add_places(process: Process, found: stacks.Stacks) -> None:
     """Add to the messages of async actors of a process where they wait, and for what: "at train.py:33 in load"."""
     for each in process.activities:
-        if "call" in each:
-            tasks = _tasks_of(found, each["name"], each["rank"], each["detail"], each["call"])
+        if IS_ASYNC in each:
+            tasks = [
+                task
+                for task in _tasks_of(found, each["name"], each["rank"], each["detail"])
+                if not each["call"] or each["call"] == name_of_call(task.caller, task.number)
+            ]
             task = next((task for task in tasks if task.innermost is not None), None)
             if task is not None and task.innermost is not None:
                 each["place"] = _at(task.innermost)
@@ -137,16 +141,15 @@ def _threads(found: stacks.Stacks) -> list[stacks.Thread]:
 
 
 def _task_of(found: stacks.Stacks, running: Activity) -> stacks.Task | None:
-    tasks = _tasks_of(found, running.name, running.rank, running.detail, running.reference)
-    return next((each for each in tasks if not running.reference or each.caller == running.trace), None)
+    key = running.trace, running.reference
+    tasks = _tasks_of(found, running.name, running.rank, running.detail)
+    return next((each for each in tasks if not running.reference or (each.caller, each.number) == key), None)
 
 
-def _tasks_of(found: stacks.Stacks, actor: str, rank: int, endpoint: str, number: int) -> Iterator[stacks.Task]:
-    """Yield the waiting tasks of a message. Messages without a reply have no number: all of them."""
+def _tasks_of(found: stacks.Stacks, actor: str, rank: int, endpoint: str) -> Iterator[stacks.Task]:
+    """Yield the waiting tasks of an endpoint's messages. Messages without a reply cannot be told apart."""
     for each in found.threads:
-        if not isinstance(each, stacks.Task) or (number and each.number != number):
-            continue
-        if (each.actor, each.rank, each.endpoint) == (actor, rank, endpoint):
+        if isinstance(each, stacks.Task) and (each.actor, each.rank, each.endpoint) == (actor, rank, endpoint):
             yield each
 
 

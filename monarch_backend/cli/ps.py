@@ -67,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
 def _add_places(there: Subject, programs: list[Program]) -> None:
     """Ask the processes whose async endpoints have run for a while where these wait."""
     from monarch_backend._telemetry import whereabouts
+    from monarch_backend._telemetry.programs import IS_ASYNC
 
     for program in programs:
         asked = [
             process
             for process in program.processes
-            if any("call" in each and each["seconds"] >= MIN_AWAIT_S for each in process.activities)
+            if any(IS_ASYNC in each and each["seconds"] >= MIN_AWAIT_S for each in process.activities)
         ]
         if asked:
             pids = [each.pid for each in asked]

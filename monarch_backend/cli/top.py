@@ -107,10 +107,12 @@ def rows_of(programs: list[Program], rates: dict[ProcessKey, Rates]) -> list[Row
 
 
 def _as_json(row: Row) -> dict[str, Any]:
+    from monarch_backend._telemetry.programs import activities_as_json
+
     process = row.process
     return {
         "program": row.program.pid, "host": row.program.host, "pid": process.pid, "label": process.label,
-        "state": process.state, "memory": process.memory, "activities": process.activities,
+        "state": process.state, "memory": process.memory, "activities": activities_as_json(process.activities),
         "rates": row.rates and asdict(row.rates),
     }  # fmt: skip
 

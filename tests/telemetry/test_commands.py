@@ -214,7 +214,7 @@ def test_profile_of_steps_says_what_it_waits_for(
 
 
 WAITS = """
-import threading
+import asyncio, threading
 from monarch_backend.actor import Actor, current_rank, endpoint, this_host
 
 
@@ -225,19 +225,29 @@ class Trainer(Actor):
             threading.Event().wait()
 
 
+class AsyncTrainer(Actor):
+    @endpoint
+    async def hang(self):
+        if current_rank().rank == 1:
+            await asyncio.Event().wait()
+
+
 if __name__ == "__main__":
-    this_host().spawn_procs({"gpus": 3}, name="trainers").spawn("trainer", Trainer).hang.call().get()
+    this_host().spawn_procs({"gpus": 3}, name="trainers").spawn("trainer", TRAINER).hang.call().get()
 """
 
 
-def test_wait_names_the_call_and_the_missing_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("trainer", ["Trainer", "AsyncTrainer"])
+def test_wait_names_the_call_and_the_missing_rank(
+    trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def line() -> str:
         if cli.main(["ps", name]) != 0:
             return ""
         lines = capsys.readouterr().out.splitlines()
         return next((line for line in lines if "waits for trainer.hang for " in line and "missing" in line), "")
 
-    with running_script(tmp_path / "waits_for_a_rank.py", WAITS):
+    with running_script(tmp_path / "waits_for_a_rank.py", WAITS.replace("TRAINER", trainer)):
         name = str(tmp_path / "waits_for_a_rank.py")
         assert wait_until(line).endswith(", rank 1 missing")
         assert cli.main(["top", name, "--once"]) == 0
