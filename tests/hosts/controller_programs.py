@@ -868,6 +868,35 @@ def successor(addresses: list[str], strategy: Any, how: str) -> None:
     faults.none()
 
 
+def successors(addresses: list[str]) -> None:
+    """Two hosts of a mesh are lost. Both successors are searched at once, and only the second one is found."""
+    faults, searched, answer = expect_faults(), set[str](), threading.Event()
+    hosts = attach_to_workers(addresses[:2], **BOUNDS)
+
+    def find(name: str) -> HostMesh | None:
+        searched.add(name)
+        assert answer.wait(PATIENCE)
+        return attach_to_workers(addresses[2:], **BOUNDS) if name == "gamma" else None
+
+    expect_successors(hosts, find, ["beta", "gamma"])
+    procs = hosts.spawn_procs({"gpus": 1}, restart=Restart("all", max_restarts=1, backoff=0.0))
+    workers = procs.spawn("workers", Worker)
+    assert [place[0] for place in workers.place.call().get(PATIENCE).values()] == ["beta", "gamma"]
+    os.kill(agents()["beta"], signal.SIGKILL)
+    until(lambda: searched == {"beta"}, "the first successor is searched")
+    os.kill(agents()["gamma"], signal.SIGKILL)
+    until(lambda: searched == {"beta", "gamma"}, "both successors are searched")
+    answer.set()
+
+    def places() -> list[str]:
+        with contextlib.suppress(SupervisionError):
+            return [place[0] for place in workers.place.call().get(PATIENCE).values()]
+        return []
+
+    until(lambda: places() == ["delta", "delta"], "all ranks answer")
+    faults.none()
+
+
 def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> None:
     """Connections break or stall during traffic. No message is lost or repeated.
 

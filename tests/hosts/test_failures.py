@@ -112,6 +112,10 @@ def test_ranks_of_a_lost_host_wait_for_its_successor(
     world.run("successor", [daemon.address for daemon in daemons], strategy, how)
 
 
+def test_successors_of_all_lost_hosts_are_searched_at_once(world: World, daemons: list[Daemon]) -> None:
+    world.run("successors", [daemon.address for daemon in daemons])
+
+
 @pytest.mark.parametrize("how", [pytest.param("killed"), pytest.param("cut off", marks=pytest.mark.slow)])
 def test_lost_controller_ends_its_processes(how: str, world: World, daemons: list[Daemon]) -> None:
     """All processes that the controller started end on every host, and the daemons serve the next controller."""

@@ -62,14 +62,15 @@ class KnownHosts:
             host = found
         return host
 
-    def awaited(self, tokens: Iterable[str]) -> Any:
-        """Return the HostSuccessor that the restart of one of these processes has to wait for, or None."""
-        for token in tokens:
-            if (host := self.of(token)) is not None:
-                host = self.latest(host)
-                if host.lost is not None and host.successor is not None and not host.successor.is_known:
-                    return host.successor
-        return None
+    def awaited(self, tokens: Iterable[str]) -> list[Any]:
+        """Return each HostSuccessor that the restart of these processes has to wait for."""
+        lost = {host.id: host for token in tokens if (host := self.of(token)) is not None and host.lost is not None}
+        latest = {host.id: host for host in map(self.latest, lost.values())}.values()
+        return [
+            host.successor
+            for host in latest
+            if host.lost is not None and host.successor is not None and not host.successor.is_known
+        ]
 
     def with_successors(self, hosts: Iterable[str]) -> list[str]:
         """Return the ids of hosts, with those of their successors in place of lost ones."""
@@ -103,7 +104,8 @@ class KnownHosts:
         latest = self.latest(host)
         if latest.lost is None:
             return str(latest.id)
-        alive = [host_of(other) for other in others if (known := self.of(other)) is not None and known.lost is None]
+        known = [self.latest(each) for other in others if (each := self.of(other)) is not None]
+        alive = [str(each.id) for each in known if each.lost is None]
         return min(sorted(set(alive)), key=alive.count, default=host_of(token))
 
     def is_on(self, tokens: Sequence[str], hosts: Sequence[str]) -> bool:

@@ -37,16 +37,26 @@ class ProcessRestarts:
     def replace(self, owned: OwnedProcs, member: OwnedProcess) -> None:
         """Replace a dead process, or all processes of its mesh, unless the restart limit is reached.
 
-        A process of a lost host is replaced when it is known which host takes its place.
+        A process of a lost host is replaced when it is known which host takes its place. The strategy "all" waits for
+        those of all lost hosts.
         """
         core, program, limiter = owned.core, self._program, owned.limiter
         if limiter is None or member.replaced or member.waits_for_host:
             return
         is_all = limiter.policy.strategy == "all"
         awaited = program.hosts.awaited(list(core.tokens) if is_all else [member.peer.token])
-        if awaited is not None:
+        if awaited:
             member.waits_for_host = True
-            awaited.when_known(lambda: program.call_soon(lambda: self._replace_late(owned, member)))
+            left = len(awaited)
+
+            def one_known() -> None:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    self._replace_late(owned, member)
+
+            for each in awaited:  # all searches start at once
+                each.when_known(lambda: program.call_soon(one_known))
             return
         member.constructing = in_constructors(owned, member)
         delay = limiter.allow()
