@@ -15,7 +15,7 @@ from monarch_backend._actor import context
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.wait_notice import log_long_wait
 from monarch_backend._core import env
-from monarch_backend._core.limits import start_thread
+from monarch_backend._core.limits import ResourceLimitError, start_thread
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
@@ -64,12 +64,25 @@ class AwaitNotices:
         for future, (start, runner, what) in self._begun.copy().items():
             if now - start < self._after - TOGETHER_S:
                 left.append(self._after - (now - start))
-            elif self._begun.pop(future, None) is not None and not future.ready:
+            elif future.ready:
+                self._begun.pop(future, None)
+            else:
                 due.append((future, runner, what))
-        if due:
-            start_thread(threading.Thread(target=self._log, args=(due,), name="monarch-notice", daemon=True))
         if left and not self._is_armed:
             self._arm(min(left))
+        if due and self._start_log(due):
+            for future, _, _ in due:
+                self._begun.pop(future, None)
+        elif due and not self._is_armed:  # a later look logs them
+            self._arm(self._after)
+
+    def _start_log(self, due: list[tuple[Future[Any], Any, Any]]) -> bool:
+        """Log the awaits on a thread. Return False where the system allows no further thread."""
+        try:
+            start_thread(threading.Thread(target=self._log, args=(due,), name="monarch-notice", daemon=True))
+        except ResourceLimitError:
+            return False
+        return True
 
     def _log(self, due: list[tuple[Future[Any], Any, Any]]) -> None:
         for future, runner, what in due[:MAX_LOGGED]:
