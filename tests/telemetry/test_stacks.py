@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from monarch_backend import cli
+from monarch_backend._actor.execution import task_stacks
 from monarch_backend._core import platform
 from monarch_backend._telemetry import folded_stacks, process_stacks, programs, py_spy, stacks
 from monarch_backend._telemetry.stack_signal import stack_signal
@@ -506,6 +507,32 @@ def test_stack_of_one_step_of_an_async_generator(tmp_path: Path, capsys: pytest.
     with _async_program(tmp_path, "asyncio", "step", "1") as pid:
         text = _block_of(pid, "gpus 0", "in load", capsys)
     assert f"waits.py:{_async_line('G')} in step" in text and f"waits.py:{_async_line('D')} in values" in text
+
+
+def test_generator_that_an_awaited_object_refers_to_is_not_in_its_stack() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+
+    class Reply:
+        def __init__(self) -> None:
+            self.unrelated = numbers()
+
+        def __await__(self) -> Reply:
+            return self
+
+        def __iter__(self) -> Reply:
+            return self
+
+        def __next__(self) -> None:
+            return None
+
+    async def wait() -> None:
+        await Reply()
+
+    coroutine = wait()
+    coroutine.send(None)
+    assert [frame.f_code.co_name for frame in task_stacks._frames(coroutine)] == ["wait"]
+    coroutine.close()
 
 
 def test_stack_of_a_blocked_event_loop_names_the_blocking_line(

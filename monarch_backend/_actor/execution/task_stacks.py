@@ -34,6 +34,10 @@ _ATTRIBUTES = {
 }
 
 
+_C_ITERATORS = "coroutine_wrapper", "async_generator_asend", "async_generator_athrow", "anext_awaitable"
+"""Iterators of C code around a coroutine or an async generator. Python has no names for their types."""
+
+
 def answer(_request: Any, _asked: Any) -> tuple[dict[str, Any], bytes]:
     """Answer the request for the tasks of this process with facts of them as JSON, and whether there are more."""
     runtime = current_runtime.started()
@@ -80,7 +84,13 @@ def _frames(awaitable: Any) -> list[FrameType]:
 
 
 def _hidden(awaitable: Any) -> Any:
-    """Return the coroutine or generator behind an iterator of C code, as of ``async for``. None without one."""
+    """Return the coroutine or generator behind an iterator of Python's C code, as of ``async for``. None without one.
+
+    An object of a program may refer to a generator that it does not await.
+    """
+    kind = type(awaitable)
+    if kind.__module__ != "builtins" or kind.__name__ not in _C_ITERATORS:
+        return None
     found = gc.get_referents(awaitable)
     steps = [each for each in found if type(each).__name__.startswith("async_generator_a")]  # behind anext()
     return next((each for each in found if type(each) in _ATTRIBUTES), steps[0] if steps else None)
