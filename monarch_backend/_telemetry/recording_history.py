@@ -54,6 +54,7 @@ _SCHEMA = """
     ) without rowid;
     create table if not exists look (unix_ns integer, not_read text);
 """
+_LATER_COLUMNS = "ended_unix_ns", "restarts"  # files of earlier releases lack them
 _COLUMNS = (
     "boot, pid, started_ns, started_unix_ns, label, parent, program_pid, command, identity, is_alive, exit_code, "
     "memory_bytes, cpu_s, seen_unix_ns, overwritten, activities, names, ended_unix_ns, restarts"
@@ -391,8 +392,24 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
         connection.execute("pragma trusted_schema = off")
         if not connection.execute("select 1 from sqlite_master").fetchone():
             connection.executescript(f"begin immediate; {_SCHEMA} commit;")
-        elif not connection.execute("select 1 from pragma_table_info('process') where name = 'restarts'").fetchone():
-            with contextlib.suppress(sqlite3.OperationalError):  # of an earlier release; another process may be faster
-                connection.execute("alter table process add column ended_unix_ns integer")
-                connection.execute("alter table process add column restarts integer")
+        elif _missing_columns(connection):
+            _add_columns(connection)
         yield connection
+
+
+def _missing_columns(connection: sqlite3.Connection) -> list[str]:
+    """Return the columns that a file of an earlier release lacks."""
+    found = {name for (name,) in connection.execute("select name from pragma_table_info('process')")}
+    return [name for name in _LATER_COLUMNS if name not in found]
+
+
+def _add_columns(connection: sqlite3.Connection) -> None:
+    """Add the missing columns, all or none. A file that cannot be written stays as it is: readers do without them."""
+    try:
+        connection.execute("begin immediate")
+        for name in _missing_columns(connection):  # another process may have added the columns
+            connection.execute(f"alter table process add column {name} integer")
+        connection.execute("commit")
+    except sqlite3.OperationalError:
+        if connection.in_transaction:
+            connection.execute("rollback")

@@ -96,13 +96,16 @@ def test_meshes_are_not_changed_by_later_events_of_their_lives(running: subproce
     ]  # fmt: skip
 
 
-def test_history_of_an_earlier_release_gets_the_new_columns(running: subprocess.Popen[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [["ended_unix_ns", "restarts"], ["restarts"]], ids=["both", "last"])
+def test_history_of_an_earlier_release_gets_the_new_columns(
+    missing: list[str], running: subprocess.Popen[str], tmp_path: Path
+) -> None:
     recording = program_recording.read(str(running.pid))
     with recording_history.HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
         writer.append(recording)
         [file] = tmp_path.glob("history-*")
         with recording_history._opened(file) as connection:
-            for column in ("ended_unix_ns", "restarts"):
+            for column in missing:
                 connection.execute(f"alter table process drop column {column}")
         writer.append(recording)
     query = "select restarts, ended_us from processes order by 1, 2"
