@@ -71,13 +71,13 @@ def _tasks(pid: int, end: float) -> tuple[list[Task], bool]:
     return [_task(each) for each in json.loads(body)], bool(about["has_more"])
 
 
-def _task(told: dict[str, Any]) -> Task:
-    name, actor = told["name"], told["actor"]
-    if told["is_message"]:
+def _task(facts: dict[str, Any]) -> Task:
+    name, actor = facts["name"], facts["actor"]
+    if facts["is_message"]:
         title = f"async endpoint {name} of {actor}"
     else:
         title = f"{'another task' if _UNNAMED.fullmatch(name) else f'task {name}'} of {actor}"
     return Task(
-        tuple(Frame(*frame) for frame in told["frames"]), title, told["thread"], actor, told["rank"],
-        name if told["is_message"] else "", told["caller"], told["number"], told["awaits"],
+        tuple(Frame(*frame) for frame in facts["frames"]), title, facts["thread"], actor, facts["rank"],
+        name if facts["is_message"] else "", facts["caller"], facts["number"], facts["awaits"],
     )  # fmt: skip

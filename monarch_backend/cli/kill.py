@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
                 fail("kill", f"not read: {each}")
             find = _targets_in_job if there.is_of_hosts else _targets
             program, processes = find(args.job, chosen, args.ranks)
-            said = there.send_signal(program, processes, args.signal)
+            output = there.send_signal(program, processes, args.signal)
     except (LookupError, NotImplementedError, OSError, TimeoutError, ValueError, JobError) as error:
         return fail("kill", error)
-    print(json.dumps(_as_json(program, processes, args.signal), indent=1) if args.json else said)
+    print(json.dumps(_as_json(program, processes, args.signal), indent=1) if args.json else output)
     return 0
 
 
