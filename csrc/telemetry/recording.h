@@ -13,7 +13,7 @@
 
 namespace monarch::telemetry {
 
-inline constexpr std::uint32_t layout_version = 1;
+inline constexpr std::uint32_t layout_version = 2;  // raise it also for a new meaning of a field
 inline constexpr std::size_t event_count = 8192;  // a power of two
 inline constexpr std::size_t cell_count = 64;
 inline constexpr std::size_t header_bytes = 4096;
@@ -58,7 +58,7 @@ static_assert(sizeof(Event) == 64);
 struct Cell {
   std::atomic<std::uint32_t> version;  // odd while it is written
   std::uint16_t kind;                  // none: the cell is free
-  std::uint16_t state;
+  std::uint16_t state;                 // with ASYNC_FLAG of _telemetry/kinds.py where a coroutine handles the message
   std::uint32_t name;
   std::uint32_t detail;
   std::uint64_t since_ns;

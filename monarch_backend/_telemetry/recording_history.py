@@ -54,6 +54,9 @@ _SCHEMA = """
     ) without rowid;
     create table if not exists look (unix_ns integer, not_read text);
 """
+_FORMAT = 1
+"""Format of a file, its ``user_version``. Files of earlier releases have 0. Raise it when they cannot read new ones."""
+
 _LATER_COLUMNS = "ended_unix_ns", "restarts"  # files of earlier releases lack them
 _COLUMNS = (
     "boot, pid, started_ns, started_unix_ns, label, parent, program_pid, command, identity, is_alive, exit_code, "
@@ -68,6 +71,9 @@ _UPSERT = f"""
         restarts = excluded.restarts
     returning id
 """
+
+_ACTIVITY_FIELDS = 12
+"""Fields of an activity in a file. Earlier releases cannot read more, and ``is_async`` is of use only while it runs."""
 
 _OF_HOST = "host "
 """What the name of a host on another machine follows in the column ``boot``. No boot begins with it."""
@@ -177,7 +183,7 @@ class HistoryWriter:
         recorded, process = each.recorded, each.process
         is_alive = recorded.state == SlotState.ALIVE
         activities = [
-            (*astuple(activity)[:5], activity.since_ns + wall_offset_ns, *astuple(activity)[6:])
+            (*astuple(activity)[:5], activity.since_ns + wall_offset_ns, *astuple(activity)[6:_ACTIVITY_FIELDS])
             for activity in recorded.activities
         ]
         return (
@@ -385,13 +391,22 @@ def _begun_ns(path: Path) -> int:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a file of a history. One that a killed writer has left empty gets its tables."""
+    """Open a file of a history. One that a killed writer has left empty gets its tables.
+
+    Raises OSError for a file of a later release that this one cannot read.
+    """
     # Also readers open it for writing: after a killed writer, SQLite undoes the transaction that was not complete.
     name = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=rw"
     with contextlib.closing(sqlite3.connect(name, timeout=_BUSY_S, isolation_level=None, uri=True)) as connection:
         connection.execute("pragma trusted_schema = off")
+        [(version,)] = connection.execute("pragma user_version")
+        if version > _FORMAT:
+            raise OSError(
+                f"{path} has format {version} of a later release of monarch_backend, and this one reads at most "
+                f"{_FORMAT}: use that release, or name another folder"
+            )
         if not connection.execute("select 1 from sqlite_master").fetchone():
-            connection.executescript(f"begin immediate; {_SCHEMA} commit;")
+            connection.executescript(f"begin immediate; {_SCHEMA} pragma user_version = {_FORMAT}; commit;")
         elif _missing_columns(connection):
             _add_columns(connection)
         yield connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -110,6 +111,28 @@ def test_history_of_an_earlier_release_gets_the_new_columns(
         writer.append(recording)
     query = "select restarts, ended_us from processes order by 1, 2"
     assert sql.answer_from(query, str(tmp_path)).rows == sql.answer(query, recording).rows
+
+
+def test_history_has_activities_that_earlier_releases_can_read(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    with recording_history.HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+        writer.append(program_recording.read(str(running.pid)))
+    [file] = tmp_path.glob("history-*")
+    with recording_history._opened(file) as connection:
+        rows = [json.loads(text) for (text,) in connection.execute("select activities from process")]
+    assert {len(fields) for fields in itertools.chain(*rows)} == {12}
+
+
+def test_history_of_a_later_release_is_an_error_that_names_it(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    with recording_history.HistoryWriter(tmp_path, 3600, 1 << 30) as writer:
+        writer.append(program_recording.read(str(running.pid)))
+    [file] = tmp_path.glob("history-*")
+    with recording_history._opened(file) as connection:
+        connection.execute("pragma user_version = 99")
+    text = "format 99 of a later release of monarch_backend"
+    with pytest.raises(OSError, match=text):
+        recording_history.read(tmp_path)
+    with pytest.raises(OSError, match=text):
+        recording_history.HistoryWriter(tmp_path, 3600, 1 << 30)
 
 
 def test_stopped_mesh_is_recorded(tmp_path: Path) -> None:

@@ -644,8 +644,10 @@ def test_page_has_each_table_with_its_columns_and_an_example() -> None:
         assert re.search(rf"^select .*\bfrom {table}\b", page, re.MULTILINE), table
 
 
-def test_recording_of_another_release_is_named_as_unread(running: subprocess.Popen[str]) -> None:
-    about = {"version": 0, "slots": 1, "owner": 1, "program": "old"}
+@pytest.mark.parametrize("version", [0, 1])  # 1: states have no flag of async messages
+def test_recording_of_another_release_is_named_as_unread(version: int, running: subprocess.Popen[str]) -> None:
+    layout = _native.recording_layout
+    about = {"version": version, "slot_bytes": layout["slot_bytes"], "slots": 1, "owner": 1, "program": "old"}
     header = json.dumps(about).encode().ljust(_native.recording_layout["header_bytes"])
     code = (
         f"import os; descriptor = os.memfd_create({AREA_NAME!r}); os.pwrite(descriptor, {header!r}, 0)\n"
