@@ -239,30 +239,33 @@ class ScheduledJob(Job):
         """
         until = time.monotonic() + SUCCESSOR_TIMEOUT_S
         while time.monotonic() < until:
-            file = self._read()
-            if file is None:
-                return None
-            with contextlib.suppress(JobError):  # the scheduler or the host does not answer yet
+            with contextlib.suppress(JobError):  # the scheduler, the host or the file system does not answer yet
+                file = self._read()
+                if file is None:
+                    return None
                 here = [each for each in self._known(file) if (each.mesh, each.index) == (lost.mesh, lost.index)]
                 if not here or here[0].is_final:
                     return None
                 if here[0].state == "up":
                     mesh = self._attach(file, lost.mesh, [here[0].entry], SUCCESSOR_ATTACH_TIMEOUT_S)
-                    self._record(file.id, here[0].entry, until)
+                    self._record(file.id, here[0].entry)
                     log.info("host %s of job %s is attached again: %s", lost.where, self.name, here[0].status)
                     return mesh
             self._wait_for_change(min(SUCCESSOR_INTERVAL_S, max(0.0, until - time.monotonic())))
         return None
 
-    def _record(self, job: str, host: HostEntry, until: float) -> None:
-        """Write the new address of a host to the job's file."""
-        with state_file.locked(self.path, "apply", until):
-            file = self._read()
-            if file is not None and file.id == job:
-                file.hosts = [
-                    host if (each.mesh, each.index) == (host.mesh, host.index) else each for each in file.hosts
-                ]
-                state_file.write(self.path, file)
+    def _record(self, job: str, host: HostEntry) -> None:
+        """Write the new address of a host to the job's file. It is attached, so this program works without, too."""
+        try:
+            with state_file.locked(self.path, "apply", time.monotonic()):
+                file = self._read()
+                if file is not None and file.id == job:
+                    file.hosts = [
+                        host if (each.mesh, each.index) == (host.mesh, host.index) else each for each in file.hosts
+                    ]
+                    state_file.write(self.path, file)
+        except (JobError, OSError) as error:  # in use by another program, or no room
+            log.warning("job %s: the new address of host %s is not in its file: %s", self.name, host.where, error)
 
     def _why_lost(self, hosts: Sequence[HostEntry]) -> list[LossReason]:
         """Return why hosts are lost. The scheduler may notice the loss later than this program."""

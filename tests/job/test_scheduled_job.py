@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from monarch_backend._job import scheduled, state_file
 from monarch_backend._job.scheduled import Replica, ScheduledJob
 from monarch_backend._job.state_file import JobFile
+from monarch_backend.actor import this_host
 from monarch_backend.job import Job, JobError, RayJob
 
 
@@ -291,6 +294,38 @@ def test_reasons_of_lost_hosts_are_asked_together(job: MemoryJob, scheduler: Sch
     assert job._why_lost(hosts)[1] == ("pod-1 does not exist any more", True)
     job.kill()
     assert job._why_lost(hosts) == [("the job was ended", True)] * 2
+
+
+@pytest.mark.parametrize("trouble", ["full disk", "other command", "unreadable file"])
+def test_successor_is_used_although_the_file_of_the_job_is_not(
+    trouble: str, job: MemoryJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.apply()
+    [lost, _] = content(job).hosts
+    monkeypatch.setattr(state_file, "LOCK_NOTICE_S", 0.0)
+    mesh, read = this_host(), state_file.read
+    monkeypatch.setattr(job, "_attach", lambda *_: mesh)
+    with contextlib.ExitStack() as stack:
+        if trouble == "other command":
+            stack.enter_context(state_file.locked(job.path, "resize"))
+        elif trouble == "full disk":
+
+            def refuse(*_: Any) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            stack.enter_context(monkeypatch.context()).setattr(state_file, "write", refuse)
+        else:
+            errors = [JobError("the job's file can't be read: Input/output error")]
+            monkeypatch.setattr(
+                state_file, "read", lambda path: read(path) if not errors else raise_error(errors.pop())
+            )
+        assert job._find_successor(lost) is mesh
+    expected = {"full disk": "No space left", "other command": "in use by resize()", "unreadable file": ""}
+    assert expected[trouble] in caplog.text
+
+
+def raise_error(error: Exception) -> Any:
+    raise error
 
 
 def test_refused_resize_keeps_the_description(job: MemoryJob, monkeypatch: pytest.MonkeyPatch) -> None:
