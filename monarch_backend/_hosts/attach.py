@@ -74,6 +74,7 @@ class HostRegistry(RuntimeExtension):
     def __init__(self, owner: Any, bounds: Timeouts) -> None:
         self._program = owner
         self._bounds = bounds
+        self._attaching = threading.Lock()  # guards _sent, and the order of messages about new hosts
         self._sent: set[bytes] = set()  # names of the secrets that were sent to the gateway
         self.hosts: dict[str, Host] = {}
         self._lost_before: dict[str, str] = {}  # reasons of losses that were reported before the host was added
@@ -153,9 +154,11 @@ class HostRegistry(RuntimeExtension):
         asked, named = self.gateway, name_of(secret)
         if through is not None:
             asked, named = through.agent, b""
-        elif named not in self._sent:
-            self._sent.add(named)
-            os.write(self._secret_pipe, secret)
+        else:
+            with self._attaching:
+                if named not in self._sent:
+                    self._sent.add(named)
+                    os.write(self._secret_pipe, secret)
         for number, (host, port) in zip(numbers, addresses, strict=True):
             self._say(asked, Attach(number, host, port, patience, any_torch, named, reads))
 
@@ -184,11 +187,12 @@ class HostRegistry(RuntimeExtension):
         self, addresses: Sequence[tuple[str, int]], answers: Sequence[Attached | str], secret: bytes,
         through: Host | None,
     ) -> list[Host | str]:  # fmt: skip
-        made = [
-            answer if isinstance(answer, str) else self._add(answer, address, through, secret)
-            for answer, address in zip(answers, addresses, strict=True)
-        ]
-        self._tell_everybody()
+        with self._attaching:
+            made = [
+                answer if isinstance(answer, str) else self._add(answer, address, through, secret)
+                for answer, address in zip(answers, addresses, strict=True)
+            ]
+            self._tell_everybody()
         return made
 
     def _say(self, agent: Peer, message: Any) -> None:
@@ -362,7 +366,8 @@ def attach_to_workers(
     addresses, timeout = _addresses(workers), check_bounded(timeout)
     with _attaching:
         found, source = find_secret(secret)
-        made = _registry(heartbeat, silence).attach(addresses, found, source, timeout, any_torch)
+        registry = _registry(heartbeat, silence)
+    made = registry.attach(addresses, found, source, timeout, any_torch)
     return _mesh_of(made, name)
 
 
@@ -377,7 +382,8 @@ def attach_as_reader(
     """
     addresses = [parse_address(address) for _, address in workers]
     with _attaching:
-        made = _registry(DEFAULT_HEARTBEAT_S, DEFAULT_SILENCE_S).attach_readable(addresses, secret, timeout)
+        registry = _registry(DEFAULT_HEARTBEAT_S, DEFAULT_SILENCE_S)
+    made = registry.attach_readable(addresses, secret, timeout)
     return [
         each if isinstance(each, str) else _mesh_of([each], name) for each, (name, _) in zip(made, workers, strict=True)
     ]
@@ -414,18 +420,18 @@ def attach(
     with _attaching:
         found, source = find_secret(secret)
         registry = _registry(heartbeat, silence)
-        [gateway] = registry.attach([parse_address(address)], found, source, timeout, any_torch)
-        try:
-            if workers is None and not gateway.workers:
-                raise ValueError(
-                    f"{address} was started without --workers, and attach was called without workers: give the "
-                    "hosts that can be reached through it in one of both places"
-                )
-            behind = addresses or _addresses(gateway.workers)
-            made = registry.attach(behind, found, source, timeout, any_torch, gateway)
-        except BaseException:
-            registry.dismiss([gateway.token])
-            raise
+    [gateway] = registry.attach([parse_address(address)], found, source, timeout, any_torch)
+    try:
+        if workers is None and not gateway.workers:
+            raise ValueError(
+                f"{address} was started without --workers, and attach was called without workers: give the "
+                "hosts that can be reached through it in one of both places"
+            )
+        behind = addresses or _addresses(gateway.workers)
+        made = registry.attach(behind, found, source, timeout, any_torch, gateway)
+    except BaseException:
+        registry.dismiss([gateway.token])
+        raise
     return _mesh_of(made, name)
 
 
@@ -482,3 +488,4 @@ def _mesh_of(hosts: Sequence[Host], name: str) -> HostMesh:
 
 
 _attaching = threading.Lock()
+"""Held while the first call makes the registry, but not while hosts are called."""

@@ -897,6 +897,27 @@ def successors(addresses: list[str]) -> None:
     faults.none()
 
 
+def beside_silent(addresses: list[str]) -> None:
+    """Hosts are attached while another thread waits for a host that does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        attach_to_workers(addresses[:1], **BOUNDS)  # starts the gateway
+
+        def attach_silent() -> None:
+            with contextlib.suppress(ConnectionError):
+                attach_to_workers([address], timeout=8.0, **BOUNDS)
+
+        waiting = threading.Thread(target=attach_silent)
+        waiting.start()
+        connection, _ = silent.accept()
+        began = time.monotonic()
+        attach_to_workers(addresses[1:], **BOUNDS)
+        measured("attach beside a silent host", began, 4.0)
+        connection.close()
+        silent.close()
+        waiting.join()
+
+
 def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> None:
     """Connections break or stall during traffic. No message is lost or repeated.
 

@@ -116,6 +116,10 @@ def test_successors_of_all_lost_hosts_are_searched_at_once(world: World, daemons
     world.run("successors", [daemon.address for daemon in daemons])
 
 
+def test_host_is_attached_while_another_thread_waits_for_a_silent_one(world: World, workers: list[str]) -> None:
+    world.run("beside_silent", workers)
+
+
 @pytest.mark.parametrize("how", [pytest.param("killed"), pytest.param("cut off", marks=pytest.mark.slow)])
 def test_lost_controller_ends_its_processes(how: str, world: World, daemons: list[Daemon]) -> None:
     """All processes that the controller started end on every host, and the daemons serve the next controller."""
