@@ -450,7 +450,10 @@ class Job:
     def _attach(self, file: JobFile, name: str, hosts: Sequence[HostEntry], timeout: float) -> HostMesh:
         key = (file.id, name, tuple(host.incarnation or host.process for host in hosts))
         with _attaching:
-            mesh = _attached.get(key)
+            connecting = _connecting.setdefault(key, threading.RLock())
+        with connecting:  # not `_attaching`: other hosts are attached meanwhile, and status() does not wait
+            with _attaching:
+                mesh = _attached.get(key)
             if mesh is not None and not _lost(mesh):
                 return mesh
             addresses = [host.address for host in hosts]
@@ -461,7 +464,8 @@ class Job:
                 mesh = self._connect(file, name, hosts, secret, timeout)
             except OSError as error:  # a ConnectionError, or no file of the secret
                 raise JobError(f"mesh {name!r} of job {self.name!r}: {error}{self._who_is_gone(file)}") from error
-            _attached[key] = mesh
+            with _attaching:
+                _attached[key] = mesh
             return mesh
 
     def _connect(
@@ -697,8 +701,16 @@ def _stop_using(file: JobFile) -> None:
 def _forget_attached(file: JobFile) -> list[HostMesh]:
     """Return this program's meshes of a job. The next `Job.state` attaches the hosts anew."""
     with _attaching:
+        for key in [key for key in _connecting if key[0] == file.id]:
+            del _connecting[key]
         return [_attached.pop(key) for key in list(_attached) if key[0] == file.id]
 
 
-_attached: dict[tuple[str, str, tuple[Identity | str | None, ...]], HostMesh] = {}
+_Key = tuple[str, str, tuple["Identity | str | None", ...]]
+"""A job, a mesh of it, and the starts of its hosts."""
+
+_attached: dict[_Key, HostMesh] = {}
+_connecting: dict[_Key, threading.RLock] = {}
+"""Locks of hosts that are attached: two threads get the same mesh."""
 _attaching = threading.RLock()
+"""Guards the two. It is not held while this program connects, or asks a scheduler."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -87,6 +89,9 @@ class ScheduledJob(Job):
     """Whether the scheduler starts another host in the place of a lost one, under its index."""
     _reason_timeout: float = REASON_TIMEOUT_S
     _loss_reasons: LossReasons[HostEntry] | None = None
+    _searching: ClassVar[threading.Lock] = threading.Lock()  # of all jobs: guards what their searches know
+    _answer: tuple[list[Replica], JobError | None] = ([], None)
+    _answered_at: float = -math.inf  # monotonic time
 
     # ---- of each kind
 
@@ -243,7 +248,7 @@ class ScheduledJob(Job):
                 file = self._read()
                 if file is None:
                     return None
-                here = [each for each in self._known(file) if (each.mesh, each.index) == (lost.mesh, lost.index)]
+                here = [each for each in self._known_lately(file) if (each.mesh, each.index) == (lost.mesh, lost.index)]
                 if not here or here[0].is_final:
                     return None
                 if here[0].state == "up":
@@ -253,6 +258,20 @@ class ScheduledJob(Job):
                     return mesh
             self._wait_for_change(min(SUCCESSOR_INTERVAL_S, max(0.0, until - time.monotonic())))
         return None
+
+    def _known_lately(self, file: JobFile) -> list[Replica]:
+        """Return what `_known` has answered to the search for another lost host, unless that is too long ago."""
+        with self._searching:
+            if time.monotonic() - self._answered_at >= SUCCESSOR_INTERVAL_S:
+                try:
+                    self._answer = self._known(file), None
+                except JobError as error:
+                    self._answer = [], error
+                self._answered_at = time.monotonic()
+            found, failed = self._answer
+        if failed is not None:
+            raise failed
+        return found
 
     def _record(self, job: str, host: HostEntry) -> None:
         """Write the new address of a host to the job's file. It is attached, so this program works without, too."""

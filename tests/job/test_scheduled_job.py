@@ -8,14 +8,16 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from monarch_backend._job import scheduled, state_file
+from monarch_backend._job import base, scheduled, state_file
 from monarch_backend._job.scheduled import Replica, ScheduledJob
 from monarch_backend._job.state_file import JobFile
+from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend.actor import this_host
 from monarch_backend.job import Job, JobError, RayJob
 
@@ -294,6 +296,37 @@ def test_reasons_of_lost_hosts_are_asked_together(job: MemoryJob, scheduler: Sch
     assert job._why_lost(hosts)[1] == ("pod-1 does not exist any more", True)
     job.kill()
     assert job._why_lost(hosts) == [("the job was ended", True)] * 2
+
+
+def test_hosts_are_attached_at_the_same_time_and_status_does_not_wait(
+    job: MemoryJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.apply()
+    monkeypatch.setattr(base, "_attached", {})
+    file, connecting, is_asked = content(job), threading.Barrier(3), threading.Event()
+
+    def connect(*_: Any) -> HostMesh:
+        connecting.wait(10)
+        assert is_asked.wait(10)
+        return this_host()
+
+    monkeypatch.setattr(job, "_connect", connect)
+    with ThreadPoolExecutor(2) as pool:
+        meshes = [pool.submit(Job._attach, job, file, "trainers", [host], 5.0) for host in file.hosts]
+        connecting.wait(10)
+        assert [str(each) for each in job.status()] == ["trainers[0]: up", "trainers[1]: up"]
+        is_asked.set()
+        assert all(mesh.result(10) is not None for mesh in meshes)
+
+
+def test_successors_of_hosts_are_looked_for_by_one_query(job: MemoryJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.apply()
+    queries, find = [], job._find
+    monkeypatch.setattr(job, "_find", lambda file: queries.append(file.id) or find(file))
+    monkeypatch.setattr(job, "_attach", lambda *_: this_host())
+    monkeypatch.setattr(scheduled, "SUCCESSOR_INTERVAL_S", 600.0)
+    assert all(job._find_successor(host) is not None for host in content(job).hosts)
+    assert len(queries) == 1
 
 
 @pytest.mark.parametrize("trouble", ["full disk", "other command", "unreadable file"])
