@@ -77,8 +77,8 @@ def built(folder: Path) -> Iterator[Image]:
 
 
 def _download(wheels: Path) -> None:
-    """Fetch what pip installs in the image: torch of the tests, and what the package and its build need."""
+    """Fetch what pip installs in the image: torch of the tests, and what package, build and example need."""
     own = [each for each in metadata.requires("monarch_backend") or () if "extra ==" not in each]
-    needed = [*BUILD_NEEDS, *own, f"torch=={torch.__version__}"]
+    needed = [*BUILD_NEEDS, *own, "tqdm", f"torch=={torch.__version__}"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={wheels}"]
     subprocess.run([*command, f"--constraint={ROOT / 'constraints.txt'}", *needed], check=True)

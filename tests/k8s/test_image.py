@@ -34,7 +34,7 @@ class Where(Actor):
         return os.getuid(), torch.ones(2).sum().item(), os.path.dirname(monarch_backend.__file__)
 
 
-job = KubernetesJob(name="image", path="job.json").add_mesh("trainers", 2, image=sys.argv[1])
+job = KubernetesJob(name="image", path=sys.argv[2]).add_mesh("trainers", 2, image=sys.argv[1])
 try:
     job.apply(100)
     procs = job.state().trainers.spawn_procs({"gpus": 1})
@@ -60,10 +60,8 @@ def image(kube: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 def run_program(place: Place, *words: str) -> list[str]:
     """Run a Python program beside the pods, and return the lines of its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(place.kubeconfig)}
-    done = subprocess.run(
-        place.kube.where.command(INSIDE, sys.executable, *words), env=environment, cwd=place.folder,
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    command = place.kube.where.command(INSIDE, sys.executable, *words)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -71,7 +69,7 @@ def run_program(place: Place, *words: str) -> list[str]:
 def test_pods_run_the_package_of_the_image_as_its_user(place: Place, image: str) -> None:
     program = place.folder / "program.py"
     program.write_text(PROGRAM)
-    found = run_program(place, str(program), image)
+    found = run_program(place, str(program), image, str(place.folder / "job.json"))
     assert found == [f"1000 2.0 /usr/local/lib/python3.{sys.version_info[1]}/dist-packages/monarch_backend"] * 2
 
 
