@@ -40,6 +40,9 @@ log = logging.getLogger("monarch_backend")
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for the gateway to end its sessions with other hosts."""
 
+SEARCH_END_TIMEOUT_S = 0.2
+"""Seconds for searches for successors to end. One that still waits for a scheduler is left to the interpreter's end."""
+
 DEFAULT_HEARTBEAT_S = 1.0
 DEFAULT_SILENCE_S = 3.0
 
@@ -164,7 +167,8 @@ class HostRegistry(RuntimeExtension):
 
         def over() -> bool:
             lost = through is not None and through.lost is not None
-            return lost or self.gateway.gone is not None or all(number in self._answers for number in numbers)
+            ends = lost or self._program.closing or self.gateway.gone is not None
+            return ends or all(number in self._answers for number in numbers)
 
         self._until(over, patience + GATEWAY_REPORT_S)
         if self.gateway.gone is not None:
@@ -300,13 +304,20 @@ class HostRegistry(RuntimeExtension):
             self._say(agent, Lost(host.id, host.lost or ""))
 
     def kill(self) -> None:
-        """End the gateway of this host, which tells the agents to end."""
+        """End the gateway of this host, which tells the agents to end, and the searches for successors."""
+        with self._lock:
+            searches = [host.successor for host in self.hosts.values() if host.successor is not None]
+        for each in searches:
+            each.stop()
         self._say(self.gateway, Finish())
         self._ended.wait(CLOSE_TIMEOUT_S)
         self._spawner.close()
         pipe, self._secret_pipe = self._secret_pipe, -1
         if pipe >= 0:
             os.close(pipe)
+        until = time.monotonic() + SEARCH_END_TIMEOUT_S
+        for each in searches:
+            each.join(until - time.monotonic())
 
 
 def go_through(owner: Any, gateway: str) -> None:
@@ -444,17 +455,19 @@ def explain_losses(mesh: HostMesh, reasons: LossReasons[K], hosts: Sequence[K]) 
         attached.explain_limit = reasons.limit
 
 
-def expect_successors(mesh: HostMesh, find: Callable[[K], HostMesh | None], hosts: Sequence[K]) -> None:
+def expect_successors(
+    mesh: HostMesh, find: Callable[[K, threading.Event], HostMesh | None], hosts: Sequence[K]
+) -> None:
     """Let ranks of a lost host be restarted on the host that takes its place.
 
     ``hosts`` has each host as ``find`` takes it. ``find`` waits for the successor, and returns it as a mesh of one
-    host, or None if there will be none.
+    host, or None if there will be none. It is given up when its second argument is set, at the end of the program.
     """
     runtime: Any = program()
 
-    def search(host: K) -> str | None:
+    def search(host: K, stopping: threading.Event) -> str | None:
         try:
-            found = find(host)
+            found = find(host, stopping)
         except RuntimeError:
             if runtime.closing:
                 return None

@@ -237,13 +237,14 @@ class ScheduledJob(Job):
             expect_successors(mesh, self._find_successor, hosts)
         return mesh
 
-    def _find_successor(self, lost: HostEntry) -> HostMesh | None:
+    def _find_successor(self, lost: HostEntry, stopping: threading.Event) -> HostMesh | None:
         """Wait until the scheduler has replaced a lost host, and attach the new one. Return None if there is none.
 
+        It is given up when ``stopping`` is set.
         A host that the scheduler has kept, such as after a loss of the network, is attached again.
         """
         until = time.monotonic() + SUCCESSOR_TIMEOUT_S
-        while time.monotonic() < until:
+        while time.monotonic() < until and not stopping.is_set():
             with contextlib.suppress(JobError):  # the scheduler, the host or the file system does not answer yet
                 file = self._read()
                 if file is None:
@@ -256,7 +257,7 @@ class ScheduledJob(Job):
                     self._record(file.id, here[0].entry)
                     log.info("host %s of job %s is attached again: %s", lost.where, self.name, here[0].status)
                     return mesh
-            self._wait_for_change(min(SUCCESSOR_INTERVAL_S, max(0.0, until - time.monotonic())))
+            stopping.wait(min(SUCCESSOR_INTERVAL_S, max(0.0, until - time.monotonic())))
         return None
 
     def _known_lately(self, file: JobFile) -> list[Replica]:

@@ -825,14 +825,18 @@ def spare(addresses: list[str], daemons: list[int]) -> None:
 def successor(addresses: list[str], strategy: Any, how: str) -> None:
     """Ranks of a lost host wait for the host that takes its place, and are restarted there.
 
-    With ``how`` "none" there is none after all. With "stop" the mesh is stopped meanwhile.
+    With ``how`` "none" there is none after all. With "stop" the mesh is stopped meanwhile, and with
+    "end" the program ends.
     """
     faults, search, answer = expect_faults(), threading.Event(), threading.Event()
     hosts = attach_to_workers(addresses[:2], **BOUNDS)
 
-    def find(name: str) -> HostMesh | None:
+    def find(name: str, stopping: threading.Event) -> HostMesh | None:
         assert name == "gamma"
         search.set()
+        if how == "end":
+            assert stopping.wait(PATIENCE)
+            return None
         assert answer.wait(PATIENCE)
         return attach_to_workers(addresses[2:], **BOUNDS) if how == "found" else None
 
@@ -850,6 +854,12 @@ def successor(addresses: list[str], strategy: Any, how: str) -> None:
     until(search.is_set, "the successor is searched")
     until(lambda: places() == [], "the lost rank answers no more")
     assert workers.slice(hosts=0).place.call_one().get(PATIENCE)[0] == "beta"
+    if how == "end":
+        began = time.monotonic()
+        program().shutdown.run()
+        measured("end of a program that waits for a host", began, 4.0)
+        assert not [each for each in threading.enumerate() if each.name == "monarch-successor"]
+        return
     if how == "stop":
         began = time.monotonic()
         procs.stop().get(PATIENCE)
@@ -873,7 +883,7 @@ def successors(addresses: list[str]) -> None:
     faults, searched, answer = expect_faults(), set[str](), threading.Event()
     hosts = attach_to_workers(addresses[:2], **BOUNDS)
 
-    def find(name: str) -> HostMesh | None:
+    def find(name: str, _: threading.Event) -> HostMesh | None:
         searched.add(name)
         assert answer.wait(PATIENCE)
         return attach_to_workers(addresses[2:], **BOUNDS) if name == "gamma" else None

@@ -104,7 +104,14 @@ def test_ranks_move_to_a_remaining_host(world: World, daemons: list[Daemon]) -> 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "how"), [("one_for_one", "found"), ("all", "found"), ("one_for_one", "none"), ("one_for_one", "stop")]
+    ("strategy", "how"),
+    [
+        ("one_for_one", "found"),
+        ("all", "found"),
+        ("one_for_one", "none"),
+        ("one_for_one", "stop"),
+        ("one_for_one", "end"),
+    ],
 )
 def test_ranks_of_a_lost_host_wait_for_its_successor(
     strategy: str, how: str, world: World, daemons: list[Daemon]

@@ -325,8 +325,21 @@ def test_successors_of_hosts_are_looked_for_by_one_query(job: MemoryJob, monkeyp
     monkeypatch.setattr(job, "_find", lambda file: queries.append(file.id) or find(file))
     monkeypatch.setattr(job, "_attach", lambda *_: this_host())
     monkeypatch.setattr(scheduled, "SUCCESSOR_INTERVAL_S", 600.0)
-    assert all(job._find_successor(host) is not None for host in content(job).hosts)
+    assert all(job._find_successor(host, threading.Event()) is not None for host in content(job).hosts)
     assert len(queries) == 1
+
+
+def test_search_for_a_successor_ends_with_the_program(job: MemoryJob, scheduler: Scheduler) -> None:
+    job.apply()
+    [lost, _] = content(job).hosts
+    scheduler.states["trainers", 0] = "pending", "no node has room", False
+    scheduler.asked.clear()
+    stopping = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(job._find_successor, lost, stopping)
+        assert scheduler.asked.wait(10)
+        stopping.set()
+        assert found.result(10) is None
 
 
 @pytest.mark.parametrize("trouble", ["full disk", "other command", "unreadable file"])
@@ -352,7 +365,7 @@ def test_successor_is_used_although_the_file_of_the_job_is_not(
             monkeypatch.setattr(
                 state_file, "read", lambda path: read(path) if not errors else raise_error(errors.pop())
             )
-        assert job._find_successor(lost) is mesh
+        assert job._find_successor(lost, threading.Event()) is mesh
     expected = {"full disk": "No space left", "other command": "in use by resize()", "unreadable file": ""}
     assert expected[trouble] in caplog.text
 
