@@ -424,14 +424,15 @@ def _with_descendants() -> None:
     """
     import subprocess
 
-    signal.signal(signal.SIGUSR1, lambda *_: None)
+    ended, end = os.pipe()
+    signal.signal(signal.SIGUSR1, lambda *_: os.write(end, b"x"))  # not lost if it comes before the wait
     sleep = ["sleep", "1000"]
     child = subprocess.Popen(sleep)
     session = subprocess.Popen(sleep, start_new_session=True)
     orphan = subprocess.run(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True)
     pids = {"child": child.pid, "session": session.pid, "orphan": int(orphan.stdout)}
     os.write(1, f"{json.dumps(pids)}\n".encode())
-    signal.pause()
+    os.read(ended, 1)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1])
