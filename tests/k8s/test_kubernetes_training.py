@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import monarch_backend.actor
 from monarch_backend.job import JobError
 from tests.k8s.cluster import ADMIN, ROOT, Cluster
 from tests.k8s.conftest import Place
-from tests.k8s.kubelet import Api
+from tests.k8s.kubelet import Api, ApiError
 from tests.k8s.service_account import ServiceAccountToken
 from tests.k8s.test_kubernetes_job import IMAGE, READY_S, ended, job_of
 from tests.support.undisturbed_training import train_undisturbed
@@ -73,8 +74,19 @@ class Faults:
         self._kube.tell_kubelet(f"evict {self._pod(job, 1)}")
 
     def delete(self, job: Any) -> None:
+        """Delete a pod, and wait until it has ended: the next fault is another failure then."""
         path = f"/api/v1/namespaces/{self._namespace}/pods/{self._pod(job, 2)}"
-        Api(self._kube.server, ADMIN)("DELETE", path)
+        with contextlib.closing(Api(self._kube.server, ADMIN)) as api:
+            before = api("GET", path)["metadata"]["uid"]
+            api("DELETE", path)
+
+            def is_gone() -> bool:
+                try:
+                    return bool(api("GET", path)["metadata"]["uid"] != before)
+                except ApiError as error:
+                    return error.status == 404
+
+            wait_until(is_gone)
 
     def cut(self, job: Any) -> None:
         self._kube.tell_kubelet(f"cut {self._pod(job, 3)}")
