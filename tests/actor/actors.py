@@ -41,7 +41,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE)
 def running(sizes: dict[str, int], bootstrap: Callable[[], object] | None = None) -> Iterator[ProcMesh]:
     """Yield a mesh whose processes have started. Stop it at the end of the block."""
     with this_host().spawn_procs(sizes, bootstrap=bootstrap) as procs:
-        procs.initialized.get(PATIENCE)
+        procs.initialized.get(4 * PATIENCE)  # dozens of processes without fork each import torch
         yield procs
 
 
