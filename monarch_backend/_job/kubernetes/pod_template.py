@@ -25,7 +25,7 @@ def pod_template(
 ) -> Manifest:  # fmt: skip
     """Return ``given``, or a template with one container of ``image``, with the other arguments of `add_mesh`.
 
-    Raises ValueError for an argument of another type, and for one of which ``given`` has a different value.
+    Raises ValueError for an argument with a wrong type, and for an argument that contradicts ``given``.
     """
     made: Manifest = {"spec": {"containers": [{"name": CONTAINER, "image": _text("image", image)}]}}
     if given is not None:
