@@ -94,7 +94,7 @@ class ProcessExits:
         if member.peer.gone is None and member.peer.link < 0 and member.lost is None:
             self._program.router.never_came(member.peer, how)
         elif member.peer.gone is not None:
-            self._tell(member)
+            self.report(member)
         elif self._program.hosts.of(member.peer.token) is not None:  # its gateway reports it, after its last frames
             self._program.progress.later(
                 SIGKILL_STATUS_TIMEOUT_S, lambda: self._program.router.never_came(member.peer, how)
@@ -108,13 +108,13 @@ class ProcessExits:
             # Before the end is reported, so that a repeated call finds the successor.
             self._restarts.replace(owned, member)
         if member.is_over:
-            self._tell(member)
+            self.report(member)
         else:
             unsure = self._records.how_it_ended(peer)[1] in (None, -signal.SIGKILL)
             seconds = EXIT_STATUS_TIMEOUT_S
             if unsure:  # the cause does not matter any more after a stop
                 seconds = SIGKILL_STATUS_TIMEOUT_S if owned.core.stopped is not None else self._status_timeout(peer)
-            self._program.progress.later(seconds, lambda: self._tell(member))
+            self._program.progress.later(seconds, lambda: self.report(member))
 
     def settle_lost(self, owned: OwnedProcs) -> None:
         """Report processes of a stopped mesh that have ended with their hosts. Their reasons can take minutes.
@@ -128,9 +128,9 @@ class ProcessExits:
             if host.lost is not None and member.peer.gone is None and member.peer.link < 0:
                 self._program.router.never_came(member.peer, host.lost)
             elif host.lost is not None and member.peer.gone is not None:
-                self._tell(member)
+                self.report(member)
             elif member.peer.gone is not None:  # the host may be found lost soon
-                self._program.progress.later(SIGKILL_STATUS_TIMEOUT_S, functools.partial(self._tell, member))
+                self._program.progress.later(SIGKILL_STATUS_TIMEOUT_S, functools.partial(self.report, member))
 
     def _status_timeout(self, peer: Peer) -> float:
         """Return the seconds for the cause of an end. If its host is lost, a scheduler is asked for the reason."""
@@ -138,10 +138,10 @@ class ProcessExits:
         return SIGKILL_STATUS_TIMEOUT_S + (0.0 if host is None else host.explain_limit)
 
     def report(self, member: OwnedProcess) -> None:
-        """Report the end of a process whose restart has waited for a host. Called on the reading thread."""
-        self._tell(member)
+        """Report the end of a process, unless it was reported, or its restart waits for a host.
 
-    def _tell(self, member: OwnedProcess) -> None:
+        Called on the reading thread.
+        """
         if member.gone:
             return
         core, rank, owned = member.core, member.rank, member.core.owned
