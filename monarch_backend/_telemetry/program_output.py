@@ -82,6 +82,12 @@ class LineFilter:
 
         return is_wanted
 
+    def chosen(self, lines: Iterable[LogLine]) -> tuple[list[LogLine], int]:
+        """Return the lines that are wanted, and the number of earlier ones beyond ``limit``."""
+        kept = list(filter(self.test(), lines))
+        left_out = 0 if self.limit is None else max(0, len(kept) - self.limit)
+        return kept[left_out:], left_out
+
 
 ALL_LINES = LineFilter()
 
@@ -125,10 +131,8 @@ class FollowedOutput:
                 self._program = found
                 self._output.find_histories(found)
         lines = self._output.read()  # also after the end: the memory stays while it is mapped here
-        kept = list(filter(wanted.test(), lines))
-        left_out = 0 if wanted.limit is None else max(0, len(kept) - wanted.limit)
         labels = labels_of(self._program, lines)
-        return Lines(kept[left_out:], left_out, labels, self._output.is_kept, has_ended)
+        return Lines(*wanted.chosen(lines), labels, self._output.is_kept, has_ended)
 
     def close(self) -> None:
         self._output.close()
@@ -186,9 +190,8 @@ def read_ended(program: EndedProgram, wanted: LineFilter = ALL_LINES) -> Lines:
     """Return the lines of a program that has ended. Raises OSError if its file is gone."""
     with _reader_of(program.file) as reader:
         lines = reader.read()
-    kept = list(filter(wanted.test(), lines))
-    left_out = 0 if wanted.limit is None else max(0, len(kept) - wanted.limit)
-    return Lines(kept[left_out:], left_out, list(dict.fromkeys(line.label for line in lines)), True, True)
+    labels = list(dict.fromkeys(line.label for line in lines))
+    return Lines(*wanted.chosen(lines), labels, is_kept=True, has_ended=True)
 
 
 def _reader_of(path: Path) -> HistoryReader:
