@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from monarch_backend._telemetry import log_files, log_history
-from monarch_backend._telemetry.labels import is_among
+from monarch_backend._telemetry import labels, log_files, log_history
 from monarch_backend._telemetry.log_history import HistoryReader, LogLine
 from monarch_backend._telemetry.programs import Program
 
@@ -76,7 +75,7 @@ class LineFilter:
         def is_wanted(line: LogLine) -> bool:
             return (
                 line.time >= after
-                and (not self.ranks or any(is_among(line.label, line.pid, name) for name in self.ranks))
+                and labels.is_wanted(line.label, line.pid, self.ranks or None)
                 and (not self.pattern or search(line.text) is not None)
             )
 
@@ -131,8 +130,7 @@ class FollowedOutput:
                 self._program = found
                 self._output.find_histories(found)
         lines = self._output.read()  # also after the end: the memory stays while it is mapped here
-        labels = labels_of(self._program, lines)
-        return Lines(*wanted.chosen(lines), labels, self._output.is_kept, has_ended)
+        return Lines(*wanted.chosen(lines), labels_of(self._program, lines), self._output.is_kept, has_ended)
 
     def close(self) -> None:
         self._output.close()
@@ -190,8 +188,8 @@ def read_ended(program: EndedProgram, wanted: LineFilter = ALL_LINES) -> Lines:
     """Return the lines of a program that has ended. Raises OSError if its file is gone."""
     with _reader_of(program.file) as reader:
         lines = reader.read()
-    labels = list(dict.fromkeys(line.label for line in lines))
-    return Lines(*wanted.chosen(lines), labels, is_kept=True, has_ended=True)
+    written = list(dict.fromkeys(line.label for line in lines))
+    return Lines(*wanted.chosen(lines), written, is_kept=True, has_ended=True)
 
 
 def _reader_of(path: Path) -> HistoryReader:
