@@ -33,7 +33,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # a test for five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-# Programs that tests start write each line at once, also if other processes write to the same pipe.
+# Programs that tests start write at once. print() then writes the text and the end of the line separately, so several
+# processes that write lines to one pipe use sys.stdout.write().
 os.environ["PYTHONUNBUFFERED"] = "1"
 
 # A shell starts background commands with SIGINT ignored, and the processes of tests would inherit that.

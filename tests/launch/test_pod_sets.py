@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.skipif(bool(refusal()), reason=refusal() or "-"), pyte
 
 ROOT = Path(__file__).parents[2]
 TRAIN = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 dist.init_process_group("monarch")
 x = torch.ones(1) * dist.get_rank()
 dist.all_reduce(x)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {x.item():g}", flush=True)
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}: {x.item():g}\\n")  # print may write twice
 dist.destroy_process_group()
 """
 CONTROL = """
