@@ -4,7 +4,8 @@ A wait that lasts sends a probe to the process of the called actor. If that acto
 the actor that it waits for. A probe that returns to its sender has found a cycle (Chandy, Misra and Haas 1983). No
 process keeps the whole graph, and it works over hosts. An edge is certain or does not count:
 
-- The waiting thread is the actor's own. It waits without any limit of time, for one of these:
+- The waiting thread is the actor's own, or its only task awaits on an event loop without timers (awaits.py).
+- The wait has no limit of time, and is for one of these:
 - The reply of a call. The call is queued at the actor or is its running message, and nothing else can send the reply.
   An endpoint with an explicit reply port only sends with it (execution/port_use.py).
 - The next value of the only generator that has not ended, or all values of generators. All values that a generator has
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.calls.codec import HOST, read_prefix
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.own_waits import has_alarm, is_own_thread
 from monarch_backend._actor.calls.pending_calls import BroadcastCall, Stream, UnaryCall
 from monarch_backend._actor.errors import DeadlockError
@@ -43,6 +45,7 @@ from monarch_backend._transport.local.frames import Deadlock, DeadlockMember, De
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 
 if TYPE_CHECKING:
+    from monarch_backend._actor.execution.async_runner import AsyncActorRunner
     from monarch_backend._actor.execution.runner import ActorRunner
     from monarch_backend._actor.runtime import Runtime
 
@@ -67,10 +70,14 @@ _ANY_ACTOR = 0
 class _Wait:
     """Wait of an actor for the replies of a call."""
 
-    __slots__ = ("actor", "forwarded", "keeps_reply", "pause", "ref", "runner", "timer", "waits_for", "what")
+    __slots__ = (
+        "actor", "awaited", "forwarded", "future", "keeps_reply", "pause", "ref", "runner", "timer", "waits_for",
+        "what",
+    )  # fmt: skip
 
-    def __init__(self, runner: ActorRunner, what: Any) -> None:
+    def __init__(self, runner: ActorRunner, what: Any, future: Future[Any] | None = None, awaited: Any = None) -> None:
         self.runner, self.what = runner, what
+        self.future, self.awaited = future, awaited  # of a coroutine: what it awaits, and the event loop's future of it
         self.keeps_reply = runner.keeps_reply()
         self.pause = FIRST_PROBE_S
         self.timer: Timer | None = None
@@ -81,6 +88,11 @@ class _Wait:
         call = self.what
         self.actor, self.ref = call.core.actor, call.ref
         self.waits_for = f"{call.core.name}.{call.endpoint}"[:_MAX_NAME]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what is waited for has come."""
+        return bool((self.future or self.what).ready)
 
     def receivers(self) -> list[tuple[Peer, int]]:
         """Return the processes that each must do something before the wait can end.
@@ -203,6 +215,7 @@ class DeadlockDetector:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._waits: dict[int, _Wait] = {}  # by the actor's number
+        self._awaits: dict[Any, _Wait] = {}  # by the event loop's future
         self._claimed: dict[tuple[int, int], _Claim] = {}  # by the numbers of actor and wait
         self._probes = itertools.count(1)
         self.is_on = bool(env.get("MONARCH_DEADLOCK_DETECTION")) and isinstance(runtime.progress, ProgressLoop)
@@ -238,20 +251,57 @@ class DeadlockDetector:
             return None
         if isinstance(what, CreditWaiter):
             return None if what.receiver is None else _CreditWait(runner, what)
-        if getattr(what, "has_limit", False):
-            return None
-        if isinstance(what, (UnaryCall, BroadcastCall)):
-            return _Wait(runner, what)
-        return _StreamWait(runner, what) if isinstance(what, Stream) else None
+        kind = _kind_of(what)
+        return None if kind is None else kind(runner, what)
+
+    # ---- on the event loop that awaits
+
+    def begin_await(self, runner: AsyncActorRunner, future: Future[Any], what: Any, awaited: Any) -> None:
+        """Probe while a coroutine of an actor awaits a call or stream, unless this is no certain edge.
+
+        Does nothing if there are probes already.
+        """
+        kind, former = _kind_of(what), self._waits.get(runner.actor)
+        if kind is None or (former is not None and former.awaited is awaited):
+            return
+        wait = self._waits[runner.actor] = self._awaits[awaited] = kind(runner, what, future, awaited)
+        wait.timer = self._runtime.progress.later(0.0, lambda: self._probe(wait))
+
+    def end_await(self, awaited: Any) -> None:
+        """Note that a coroutine does not await this future any more."""
+        wait = self._awaits.pop(awaited, None)
+        if wait is None:
+            return
+        if self._waits.get(wait.runner.actor) is wait:
+            del self._waits[wait.runner.actor]
+        if wait.timer is not None:
+            wait.timer.cancel()
 
     # ---- probes
 
     def _probe(self, wait: _Wait) -> None:
-        if self._waits.get(wait.runner.actor) is not wait or wait.what.ready:
+        if self._waits.get(wait.runner.actor) is not wait or wait.is_over:
             return
         wait.pause = min(2 * wait.pause, MAX_PROBE_INTERVAL_S)
         wait.timer = self._runtime.progress.later(wait.pause, lambda: self._probe(wait))
-        self._forward(wait, next(self._probes), [])
+        self._confirm(wait, lambda: self._forward(wait, next(self._probes), []))
+
+    def _confirm(self, wait: _Wait, then: Callable[[], None]) -> None:
+        """Call a function unless the actor may go on before its wait ends.
+
+        A wait on an actor's thread was checked when it began. An await is checked on its event loop. If the same await
+        goes on after that, the answer holds still.
+        """
+        if wait.awaited is None:
+            then()
+            return
+        runner: Any = wait.runner
+
+        def look() -> None:
+            if runner.awaited() is wait.awaited:
+                self._runtime.call_soon(lambda: then() if self._wait_of(runner.actor) is wait else None)
+
+        runner.on_loop(look)
 
     def _forward(self, wait: _Wait, number: int, members: list[DeadlockMember]) -> None:
         member = self._member(wait)
@@ -272,7 +322,13 @@ class DeadlockDetector:
             self._raise(message)
 
     def _receive_probe(self, peer: Peer, probe: Deadlock) -> None:
-        wait = self._full(peer, probe) if probe.actor == _ANY_ACTOR else self._blocked(peer, probe)
+        if probe.actor == _ANY_ACTOR:
+            self._follow(peer, probe, self._full(peer, probe))
+        elif (wait := self._waits.get(probe.actor)) is not None:
+            self._confirm(wait, lambda: self._follow(peer, probe, self._blocked(peer, probe)))
+
+    def _follow(self, peer: Peer, probe: Deadlock, wait: _Wait | None) -> None:
+        """Forward a probe along the wait that it has found, or begin with the cycle that it has closed."""
         if wait is None:
             return
         here, first = (self._runtime.router.token, wait.runner.actor), probe.members[0]
@@ -290,9 +346,9 @@ class DeadlockDetector:
     def _wait_of(self, actor: int) -> _Wait | None:
         """Return the wait of an actor that goes on until it gets what it waits for."""
         wait, runner = self._waits.get(actor), self._runtime.runners.get(actor)
-        if wait is None or runner is not wait.runner or runner.failure is not None or wait.what.ready:
+        if wait is None or runner is not wait.runner or runner.failure is not None or wait.is_over:
             return None
-        return None if runner.code.is_cancelled or runner.code.aborted is not None else wait
+        return None if runner.code.is_ending() else wait
 
     def _blocked(self, peer: Peer, probe: Deadlock) -> _Wait | None:
         """Return the wait of the actor that must handle this call, None if it may reply without a further message."""
@@ -300,7 +356,7 @@ class DeadlockDetector:
         if wait is None:
             return None
         runner = wait.runner
-        if runner.code.running == (peer, probe.ref):
+        if runner.running_message()[0] == (peer, probe.ref):
             flow = runner.streams.get((peer.token, probe.ref))
             if probe.received != (0 if flow is None else flow.sent):  # a value is on its way
                 return None
@@ -319,6 +375,8 @@ class DeadlockDetector:
         closes: _Wait | None = None
         for actor in list(self._waits):
             wait = self._wait_of(actor)
+            if wait is not None and wait.awaited is not None:  # credit may move before the event loop confirms it
+                continue
             held = 0 if wait is None else _held(wait.runner, peer, calls)
             if wait is None or held == 0:
                 continue
@@ -341,12 +399,12 @@ class DeadlockDetector:
             return None
         calls = {member.ref for member in probe.members if member.token == peer.token}
         if peer is self._runtime.router.me:
-            calls |= {wait.ref for wait in list(self._waits.values())}
+            calls |= {wait.ref for wait in list(self._waits.values()) if wait.awaited is None}
         return calls
 
     def _member(self, wait: _Wait) -> DeadlockMember | None:
         runner = wait.runner
-        answer, running = runner.running_reply, runner.code.running
+        running, answer = runner.running_message()
         if running is CONSTRUCTOR:
             endpoint = "__init__"
         elif running is None or answer is None or (wait.actor == _ANY_ACTOR and answer.port is not None):
@@ -372,7 +430,7 @@ class DeadlockDetector:
         key = member.actor, member.ref
         wait = self._waits.get(member.actor)
         if key not in self._claimed:
-            if wait is None or wait.ref != member.ref or wait.what.ready or not wait.claim():
+            if wait is None or wait.ref != member.ref or wait.is_over or not wait.claim():
                 if place:  # it has just ended, in another cycle or by a cancellation: the claimed ones must raise
                     self._drop(peer, member.actor, members[place - 1].ref)
                     self._pass_on(Deadlock(DeadlockStep.RAISE, place, 0, place, members))
@@ -434,8 +492,17 @@ class DeadlockDetector:
 
 
 def _is_own(runner: ActorRunner) -> bool:
-    """Return whether the actor handles one message at a time, on this thread."""
-    return not runner.is_async and is_own_thread(runner)
+    """Return whether this is the actor's thread, and the actor does nothing else while it waits."""
+    return is_own_thread(runner) and runner.handles_alone()
+
+
+def _kind_of(what: Any) -> type[_Wait] | None:
+    """Return the class of a wait for the replies of a call or for a stream, None if it has a limit of time."""
+    if getattr(what, "has_limit", False):
+        return None
+    if isinstance(what, (UnaryCall, BroadcastCall)):
+        return _Wait
+    return _StreamWait if isinstance(what, Stream) else None
 
 
 def _held(runner: ActorRunner, peer: Peer, calls: set[int] | None) -> int:

@@ -90,12 +90,13 @@ class ActorError(MonarchError, RuntimeError):
 
 @public("monarch_backend.actor")
 class DeadlockError(MonarchError, RuntimeError):
-    """Actors wait for each other in a cycle. Each of them raises it: in ``get()``, or where it sends to a full queue.
+    """Actors wait for each other in a cycle. Each one raises it: in ``get()``, at its ``await``, or where it sends.
 
     Each actor of the cycle handles one message at a time, so none would continue. The actors go on after the error.
     ``members`` has one text for each actor: its mesh, endpoint, rank, host and pid, and the endpoint or queue that it
     waits for. The first one is the actor in which the error is raised. It is empty if an actor waits for its own reply.
-    Calls with a limit of time, ``get(timeout=...)`` or ``options(timeout=...)``, are not checked.
+    Calls with a limit of time, ``get(timeout=...)`` or ``options(timeout=...)``, are not checked. Nor is an ``await``
+    while the event loop of its actor has a timer or another task.
 
     >>> from monarch_backend.actor import Actor, ActorError, DeadlockError, endpoint, this_proc
     >>> class Asker(Actor):

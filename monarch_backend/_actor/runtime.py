@@ -20,7 +20,7 @@ from typing import Any
 from monarch_backend import _native
 from monarch_backend._actor import current_runtime, host_ending, notebook, process_groups, program_exit
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
-from monarch_backend._actor.calls.await_notices import AwaitNotices
+from monarch_backend._actor.awaits import Awaits
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.pending_calls import STREAM_WINDOW, cancel_calls
 from monarch_backend._actor.calls.port import PortReceiver
@@ -107,7 +107,7 @@ class Runtime:
         self.host_names = self.hosts.names_of
         self.deadlocks = DeadlockDetector(self)
         self.waiting = Waiting(self)
-        self.await_notices = AwaitNotices(self)
+        self.awaits = Awaits(self)
         self.wait: Callable[..., bool] = self.waiting.wait
         self.shutdown = Shutdown(self)
         self.start_runner: Callable[[ActorRunner], None] = self.start_runner_thread

@@ -150,8 +150,9 @@ class Loop(Actor):
         self.thread = threading.get_ident()
 
     @endpoint
-    async def kind(self) -> str:
-        return type(asyncio.get_running_loop()).__module__
+    async def modules(self) -> list[str]:
+        """Return the modules of the event loop's classes."""
+        return [each.__module__ for each in type(asyncio.get_running_loop()).__mro__]
 
     @endpoint
     async def same_thread(self) -> bool:
@@ -255,13 +256,13 @@ def one(loops: ActorMesh) -> ActorMesh:
 
 def test_uvloop_is_used_where_installed(one: ActorMesh) -> None:
     expected = "uvloop" if importlib.util.find_spec("uvloop") else "asyncio.unix_events"
-    assert one.kind.call_one().get(PATIENCE) == expected
+    assert expected in one.modules.call_one().get(PATIENCE)
 
 
 def test_asyncio_loop_is_used_without_uvloop() -> None:
     with this_host().spawn_procs({"gpus": 1}, bootstrap=hide_uvloop) as procs:
         plain = procs.spawn("loops", Loop)
-        assert plain.kind.call_one().get(PATIENCE) == "asyncio.unix_events"
+        assert "asyncio.unix_events" in plain.modules.call_one().get(PATIENCE)
         assert plain.ranks.call_one().get(PATIENCE) == [("loops", 0)] * 3
 
 
@@ -415,7 +416,7 @@ def test_every_call_can_be_awaited(procs: ProcMesh) -> None:
 
 
 def test_await_that_has_ended_is_not_kept(procs: ProcMesh) -> None:
-    mesh, kept = procs.spawn("async", Async), current_runtime.program().await_notices._begun
+    mesh, kept = procs.spawn("async", Async), current_runtime.program().awaits.notices._begun
     one = mesh.slice(gpus=2)
 
     async def main() -> None:

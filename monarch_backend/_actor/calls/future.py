@@ -218,7 +218,7 @@ class Future(Generic[T]):
                 return
 
         def over(outer: asyncio.Future[T]) -> None:
-            self._end_await()
+            self._end_await(outer)
             if outer.cancelled():
                 self.cancel("its asyncio task was cancelled")
 
@@ -226,7 +226,7 @@ class Future(Generic[T]):
         if self.ready:
             end()
         else:
-            self._begin_await()
+            self._begin_await(future)
             self.add_done_callback(told)
         return future
 
@@ -282,10 +282,10 @@ class Future(Generic[T]):
         """Return what is known of a value that is late, for the end of an error's text."""
         return ""
 
-    def _begin_await(self) -> None:
-        """Note that a coroutine awaits the value."""
+    def _begin_await(self, awaited: asyncio.Future[T]) -> None:
+        """Note that a coroutine awaits the value, by this asyncio future."""
 
-    def _end_await(self) -> None:
+    def _end_await(self, awaited: asyncio.Future[T]) -> None:
         """Note that no coroutine awaits it any more."""
 
     def _finish(self) -> None:

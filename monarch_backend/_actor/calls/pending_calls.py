@@ -5,6 +5,7 @@ They send only cancellations, and the credit of a stream.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections import deque
@@ -86,11 +87,11 @@ class _Call(Future[T]):
     def _late_text(self, seconds: float) -> str:
         return late_text(self, seconds)
 
-    def _begin_await(self) -> None:
-        self.program.await_notices.begin(self, self)
+    def _begin_await(self, awaited: asyncio.Future[T]) -> None:
+        self.program.awaits.begin(self, self, awaited)
 
-    def _end_await(self) -> None:
-        self.program.await_notices.end(self)
+    def _end_await(self, awaited: asyncio.Future[T]) -> None:
+        self.program.awaits.end(self, awaited)
 
 
 class UnaryCall(_Call[T]):
@@ -212,12 +213,12 @@ class DerivedFuture(Future[T]):
         self.call: _Call[Any] | StreamCollector[Any] | None = call  # None once it is done
         self._program = call.program
 
-    def _begin_await(self) -> None:
+    def _begin_await(self, awaited: asyncio.Future[T]) -> None:
         if self.call is not None:
-            self._program.await_notices.begin(self, self.call)
+            self._program.awaits.begin(self, self.call, awaited)
 
-    def _end_await(self) -> None:
-        self._program.await_notices.end(self)
+    def _end_await(self, awaited: asyncio.Future[T]) -> None:
+        self._program.awaits.end(self, awaited)
 
     def _finish(self) -> None:
         self.call = None
@@ -231,6 +232,22 @@ class DerivedFuture(Future[T]):
 def asked_of(what: Any) -> Any:
     """Return the call that must be replied to before the wait for this object ends, or the object itself."""
     return (what.call if isinstance(what, DerivedFuture) else None) or what
+
+
+class _NextValue(Future[None]):
+    """Future that is done once a stream has a value, or has ended."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: Stream[Any]) -> None:
+        super().__init__(stream.program.wait)
+        self._stream = stream
+
+    def _begin_await(self, awaited: asyncio.Future[None]) -> None:
+        self._stream.program.awaits.begin(self, self._stream, awaited)
+
+    def _end_await(self, awaited: asyncio.Future[None]) -> None:
+        self._stream.program.awaits.end(self, awaited)
 
 
 class Stream(Generic[T]):
@@ -415,15 +432,11 @@ class Stream(Generic[T]):
         while not self._queue:
             if not self._open:
                 raise StopAsyncIteration
-            some: Future[Any] = Future(self.program.wait)
+            some = _NextValue(self)
             self._waiting.append(some)
             if self._queue or not self._open:
                 self._tell()
-            self.program.await_notices.begin(some, self)
-            try:
-                await some
-            finally:
-                self.program.await_notices.end(some)
+            await some
         return self._take()
 
     def close(self, reason: str = "the stream was closed by its reader") -> None:

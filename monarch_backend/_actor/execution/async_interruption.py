@@ -49,6 +49,9 @@ class RunningTasks(RunningCode):
     def is_running(self, message: MessageKey) -> bool:
         return message in self.tasks or super().is_running(message)
 
+    def is_ending(self) -> bool:
+        return super().is_ending() or bool(self._to_cancel or self._withdrawn)
+
     # ---- on the loop's thread
 
     def forget(self, key: MessageKey) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from typing import Any
 
 from monarch_backend._actor import context
 from monarch_backend._actor.calls.codec import pack_failure, read_prefix
+from monarch_backend._actor.calls.own_waits import has_alarm
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.execution import interruption
-from monarch_backend._actor.execution.async_interruption import RunningTasks, call_soon
+from monarch_backend._actor.execution.actor_event_loop import TimerLoop, new_event_loop
+from monarch_backend._actor.execution.async_interruption import MessageKey, RunningTasks, call_soon
 from monarch_backend._actor.execution.message_queue import Job, Message, ReplyHandle
 from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit, wait_post_mortem
 from monarch_backend._actor.host_ending import HostEnding
@@ -27,13 +30,16 @@ log = logging.getLogger("monarch_backend")
 _RUNNING = int(kinds.State.RUNNING) | kinds.ASYNC_FLAG
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
+class Handled:
+    """The message that an actor handles alone: the next one waits for its end."""
+
+    __slots__ = ("is_seen", "key", "reply", "seen", "task")
+
+    def __init__(self, key: MessageKey, task: asyncio.Task[None]) -> None:
+        self.key, self.task = key, task
+        self.reply: ReplyHandle | None = None  # set when the task starts
+        self.is_seen = False  # at a look of awaits.py
+        self.seen: asyncio.Future[Any] | None = None  # what it awaited then
 
 
 class AsyncActorRunner(ActorRunner):
@@ -50,6 +56,8 @@ class AsyncActorRunner(ActorRunner):
         self._is_cell_used = False  # the actor's cell shows a message
         self._others: set[asyncio.Task[Any]] = set()
         self._last: list[BaseException | None] = []  # arguments of pending __cleanup__ calls
+        self._main_task: asyncio.Task[Any] | None = None
+        self.handled: Handled | None = None  # None between messages, and while concurrent ones run
 
     # ---- from any thread
 
@@ -70,6 +78,13 @@ class AsyncActorRunner(ActorRunner):
     def _call_on_loop(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
         """Call a function on the loop. Raises RuntimeError if the loop is closed."""
         loop.call_soon_threadsafe(call)
+
+    def on_loop(self, call: Callable[[], object]) -> None:
+        """Call a function on the event loop, if it has not ended."""
+        loop = self.code.loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._call_on_loop(loop, call)
 
     def _look(self) -> None:
         self._scheduled = False
@@ -113,6 +128,7 @@ class AsyncActorRunner(ActorRunner):
 
     async def _main(self) -> None:
         self._there = asyncio.Event()
+        self._main_task = asyncio.current_task()
         while self.failure is None:
             if not self.inbox:
                 self._there.clear()
@@ -153,7 +169,9 @@ class AsyncActorRunner(ActorRunner):
         task.add_done_callback(lambda _: code.forget(key))
         spec = self.blueprint.endpoints.get(called.method)
         if spec is None or not spec.concurrent:
+            self.handled = Handled(key, task)
             await asyncio.wait({task})
+            self.handled = None
         else:
             await asyncio.sleep(0)  # it starts before the next message
 
@@ -161,6 +179,8 @@ class AsyncActorRunner(ActorRunner):
         peer, frame, _ = message
         called, extent = read_prefix(frame.prefix)
         answer = self.reply_class(self.program, message, called.port)
+        if self.handled is not None:
+            self.handled.reply = answer
         context.message.set((frame.rank, extent))
         # One message at a time is shown in the actor's cell, as of a plain actor. Others have cells of their own.
         cell, is_own = self.recording_cell, not self._is_cell_used
@@ -235,7 +255,7 @@ class AsyncActorRunner(ActorRunner):
                     continue
                 while flow.sent >= flow.granted:
                     await flow.wait()
-                if peer.gone is not None:
+                if peer.gone is not None or flow.is_closed:
                     break
                 flow.sent += 1
                 answer(Status.ITEM, *dumps(value))
@@ -272,6 +292,34 @@ class AsyncActorRunner(ActorRunner):
         result = None if method is None else method(argument)
         if inspect.isawaitable(result):
             await result
+
+    # ---- waits, for the detection of deadlocks
+
+    def running_message(self) -> tuple[Any, ReplyHandle | None]:
+        if self.code.loop is None:  # it is constructed
+            return super().running_message()
+        handled = self.handled
+        return (None, None) if handled is None else (handled.key, handled.reply)
+
+    def keeps_reply(self) -> bool:
+        _, reply = self.running_message()
+        return reply is not None and not reply.explicit
+
+    def handles_alone(self) -> bool:
+        loop, handled = self.code.loop, self.handled
+        return loop is None or (handled is not None and asyncio.current_task(loop) is handled.task)
+
+    def awaited(self) -> asyncio.Future[Any] | None:
+        """Return the future that must end before this actor does anything. Called on its event loop.
+
+        Return None if the actor may go on without it: after some time, by another task, or by a signal.
+        """
+        loop, handled = self.code.loop, self.handled
+        if loop is None or handled is None or not isinstance(loop, TimerLoop) or loop.has_timers() or has_alarm():
+            return None
+        if not asyncio.all_tasks(loop) <= {handled.task, self._main_task}:
+            return None
+        return getattr(handled.task, "_fut_waiter", None)  # asyncio has no public name for it
 
     # ---- end
 

@@ -86,6 +86,10 @@ class RunningCode:
         """Return whether the running message was cancelled and not interrupted yet."""
         return self.is_cancelled and not self._is_interrupted
 
+    def is_ending(self) -> bool:
+        """Return whether the running message was cancelled, or the actor is to end."""
+        return self.is_cancelled or self.aborted is not None
+
     def why_pending(self) -> str:
         """Return what ends the running code, for an error."""
         if self.aborted is not None:

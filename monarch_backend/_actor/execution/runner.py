@@ -402,6 +402,14 @@ class ActorRunner:
             wait_post_mortem(error)
             raise
 
+    def running_message(self) -> tuple[Any, ReplyHandle | None]:
+        """Return the message that the actor handles alone, as (peer, number) or CONSTRUCTOR, and its reply."""
+        return self.code.running, self.running_reply
+
+    def handles_alone(self) -> bool:
+        """Return whether the actor does nothing else while this thread, which is its own, waits."""
+        return True
+
     def keeps_reply(self) -> bool:
         """Return whether only this thread can reply to the running message. Called where the endpoint waits."""
         answer = self.running_reply
