@@ -281,6 +281,10 @@ class ShmGroup:
 
     @property
     def sequence(self) -> int: ...
+    @property
+    def waiting_thread(self) -> int:
+        """`threading.get_ident` of the thread that waits in a collective, 0 if none does."""
+
     def fast_path(
         self,
         collective: int,

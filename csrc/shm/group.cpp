@@ -1,5 +1,7 @@
 #include "shm/group.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -214,7 +216,10 @@ void Group::wait(Operation& operation, Clock::time_point limit, FutexWaiter wait
   while (!operation.done.load(std::memory_order_acquire)) {
     if (advance()) {
       waiter.reset();
-    } else if (!waiter.wait(look, std::min(limit, operation.deadline))) {
+      continue;
+    }
+    if (!is_point_to_point(operation.header.collective)) waiting_thread_.store((std::uint64_t)pthread_self(), std::memory_order_relaxed);
+    if (!waiter.wait(look, std::min(limit, operation.deadline))) {
       if (Clock::now() >= operation.deadline) expire(operation);
       if (Clock::now() >= limit) break;
     } else if (until_signal && waiter.interrupted()) {
@@ -222,6 +227,7 @@ void Group::wait(Operation& operation, Clock::time_point limit, FutexWaiter wait
     }
   }
   operation.waiters.fetch_sub(1, std::memory_order_relaxed);
+  waiting_thread_.store(0, std::memory_order_relaxed);
   if (!operation.done.load(std::memory_order_acquire)) host_->local_doorbell().ring();  // the engine drives it again
 }
 

@@ -70,6 +70,8 @@ class Group {
   int size() const { return size_; }
   // Number of submitted collectives.
   std::uint64_t sequence() const { return submitted_.load(std::memory_order_relaxed); }
+  // The thread that waits in a collective, as pthread_self() gives it; 0 if none does.
+  std::uint64_t waiting_thread() const { return waiting_thread_.load(std::memory_order_relaxed); }
 
   void submit(const std::shared_ptr<Operation>& operation);
   // Move what can be moved. Return false if nothing could, or if another thread is doing it. Before a sleep this waits
@@ -168,7 +170,7 @@ class Group {
   std::mutex mutex_;
   std::deque<std::shared_ptr<Operation>> queue_;
   std::optional<P2pChannels> p2p_;
-  std::atomic<std::uint64_t> submitted_{0};
+  std::atomic<std::uint64_t> submitted_{0}, waiting_thread_{0};
   std::uint64_t sequence_ = 0, position_ = 0;
   std::uint32_t departures_ = 0;
   std::optional<Failure> broken_;

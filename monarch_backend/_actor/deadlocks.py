@@ -10,6 +10,7 @@ process keeps the whole graph, and it works over hosts. An edge is certain or do
   An endpoint with an explicit reply port only sends with it (execution/port_use.py).
 - The next value of the only generator that has not ended, or all values of generators. All values that a generator has
   sent have arrived.
+- A collective that a rank has not entered (collective_waits.py).
 - Credit for a message to a process. One waiting actor there has a whole window of credits in its queue, in messages
   from this process that nothing but this actor takes from the queue. Members of the cycle in that process count, too.
 
@@ -35,6 +36,7 @@ from monarch_backend._actor.calls.codec import HOST, read_prefix
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.own_waits import has_alarm, is_own_thread
 from monarch_backend._actor.calls.pending_calls import BroadcastCall, Stream, UnaryCall
+from monarch_backend._actor.collective_waits import CollectiveWaits, EnteredCollective
 from monarch_backend._actor.errors import DeadlockError
 from monarch_backend._actor.execution.interruption import CONSTRUCTOR
 from monarch_backend._core import env
@@ -64,7 +66,8 @@ RAISE_AFTER_S = 10.0
 _MAX_NAME = 200
 
 
-_ANY_ACTOR = 0
+_ANY_ACTOR, _COLLECTIVE = 0, -1
+"""In place of an actor in probes: for a wait for credit, and for a late rank of a collective."""
 
 
 class _Wait:
@@ -218,6 +221,7 @@ class DeadlockDetector:
         self._awaits: dict[Any, _Wait] = {}  # by the event loop's future
         self._claimed: dict[tuple[int, int], _Claim] = {}  # by the numbers of actor and wait
         self._probes = itertools.count(1)
+        self._collectives = CollectiveWaits(runtime)
         self.is_on = bool(env.get("MONARCH_DEADLOCK_DETECTION")) and isinstance(runtime.progress, ProgressLoop)
 
     # ---- on the thread that waits
@@ -324,8 +328,12 @@ class DeadlockDetector:
     def _receive_probe(self, peer: Peer, probe: Deadlock) -> None:
         if probe.actor == _ANY_ACTOR:
             self._follow(peer, probe, self._full(peer, probe))
+        elif probe.actor == _COLLECTIVE:
+            self._collectives.confirm_late(probe.ref, probe.received, lambda: self._follow_late_rank(peer, probe))
         elif (wait := self._waits.get(probe.actor)) is not None:
             self._confirm(wait, lambda: self._follow(peer, probe, self._blocked(peer, probe)))
+        elif (runner := self._runtime.runners.get(probe.actor)) is not None and not runner.code.is_ending():
+            self._collectives.find(runner, lambda entered: self._follow_collective(peer, probe, runner, entered))
 
     def _follow(self, peer: Peer, probe: Deadlock, wait: _Wait | None) -> None:
         """Forward a probe along the wait that it has found, or begin with the cycle that it has closed."""
@@ -343,6 +351,28 @@ class DeadlockDetector:
         if here not in [(member.token, member.actor) for member in probe.members]:  # else others find this cycle
             self._forward(wait, probe.number, probe.members)
 
+    def _follow_collective(self, peer: Peer, probe: Deadlock, runner: ActorRunner, entered: EnteredCollective) -> None:
+        """Forward a probe from an actor in a collective to the late ranks."""
+        members, here = probe.members, (self._runtime.router.token, runner.actor)
+        if len(members) >= MAX_MEMBERS or here in [(each.token, each.actor) for each in members]:
+            return
+        _, answer = runner.running_message()
+        if answer is None or not _is_edge(runner, peer, probe, runner.keeps_reply()):
+            return
+        endpoint = read_prefix(answer.prefix)[0].method
+        path = [*members, self._member_of(runner, entered.group, endpoint, entered.text, in_collective=True)]
+        step = Deadlock(DeadlockStep.PROBE, probe.number, _COLLECTIVE, entered.group, path, entered.number)
+        for late in list(self._runtime.router.peers.values()):
+            if late.identity in entered.late:
+                self._runtime.router.tell(late, step)
+
+    def _follow_late_rank(self, peer: Peer, probe: Deadlock) -> None:
+        """Follow a probe to this process, which has not entered the collective of the last member."""
+        runner = self._collectives.only_actor()
+        wait = None if runner is None else self._waits.get(runner.actor)
+        if wait is not None:
+            self._confirm(wait, lambda: self._follow(peer, probe, self._wait_of(wait.runner.actor)))
+
     def _wait_of(self, actor: int) -> _Wait | None:
         """Return the wait of an actor that goes on until it gets what it waits for."""
         wait, runner = self._waits.get(actor), self._runtime.runners.get(actor)
@@ -355,13 +385,7 @@ class DeadlockDetector:
         wait = self._wait_of(probe.actor)
         if wait is None:
             return None
-        runner = wait.runner
-        if runner.running_message()[0] == (peer, probe.ref):
-            flow = runner.streams.get((peer.token, probe.ref))
-            if probe.received != (0 if flow is None else flow.sent):  # a value is on its way
-                return None
-            return wait if wait.keeps_reply else None
-        return wait if any(frame.ref == probe.ref for frame in runner.inbox.sent_by(peer)) else None
+        return wait if _is_edge(wait.runner, peer, probe, wait.keeps_reply) else None
 
     def _full(self, peer: Peer, probe: Deadlock) -> _Wait | None:
         """Return the wait of the actor whose queue holds all credit of the probe's sender; None if it may come back.
@@ -411,9 +435,14 @@ class DeadlockDetector:
             return None  # the message that waits may be its reply to a port, which must not fail
         else:
             endpoint = read_prefix(answer.prefix)[0].method
+        return self._member_of(runner, wait.ref, endpoint, wait.waits_for)
+
+    def _member_of(
+        self, runner: ActorRunner, ref: int, endpoint: str, waits_for: str, *, in_collective: bool = False
+    ) -> DeadlockMember:
         return DeadlockMember(
-            self._runtime.router.token, runner.actor, wait.ref, runner.name[:_MAX_NAME], runner.rank,
-            endpoint[:_MAX_NAME], wait.waits_for, HOST, self._runtime.pid,
+            self._runtime.router.token, runner.actor, ref, runner.name[:_MAX_NAME], runner.rank,
+            endpoint[:_MAX_NAME], waits_for[:_MAX_NAME], HOST, self._runtime.pid, in_collective,
         )  # fmt: skip
 
     # ---- a cycle
@@ -427,6 +456,10 @@ class DeadlockDetector:
             self._raise(Deadlock(DeadlockStep.RAISE, 0, 0, 0, members))
             return
         member = members[place]
+        if member.in_collective:  # its wait ends once the late rank has raised, and then enters the collective
+            self._drop(peer, member.actor, members[place - 1].ref)
+            self._tell_next(Deadlock(DeadlockStep.CLAIM, place + 1, 0, 0, members))
+            return
         key = member.actor, member.ref
         wait = self._waits.get(member.actor)
         if key not in self._claimed:
@@ -505,6 +538,14 @@ def _kind_of(what: Any) -> type[_Wait] | None:
     return _StreamWait if isinstance(what, Stream) else None
 
 
+def _is_edge(runner: ActorRunner, peer: Peer, probe: Deadlock, keeps_reply: bool) -> bool:
+    """Return whether the call of a probe cannot end before this actor continues: it runs or is queued there."""
+    if runner.running_message()[0] == (peer, probe.ref):
+        flow = runner.streams.get((peer.token, probe.ref))
+        return keeps_reply and probe.received == (0 if flow is None else flow.sent)  # else a value is on its way
+    return any(frame.ref == probe.ref for frame in runner.inbox.sent_by(peer))
+
+
 def _held(runner: ActorRunner, peer: Peer, calls: set[int] | None) -> int:
     """Return the credits of a process that the messages in an actor's queue hold until the actor takes them.
 
@@ -528,6 +569,10 @@ def _error(members: list[DeadlockMember]) -> DeadlockError:
     )
     is_full = not all(each.waits_for for each in members)
     cure = " Where a queue is full, wait for replies now and then (call instead of broadcast)." if is_full else ""
+    if any(each.in_collective for each in members):
+        cure += (
+            " Call before or after the collective on all ranks: one that waits in it goes on once all have entered it."
+        )
     several = f"a cycle of {len(members)} actors that wait for each other"
     what = several if len(members) > 1 else "an actor that waits for itself"
     return DeadlockError(

@@ -135,6 +135,12 @@ def _master_address(host: str, others: list[str]) -> str:
     return own
 
 
+def waited_in(thread: int) -> int:
+    """Return the identity of the group in whose collective a thread of this process waits, 0 if it waits in none."""
+    groups: Any = sys.modules.get("monarch_backend.process_group._process_group")
+    return 0 if groups is None else int(groups.waited_in(thread))
+
+
 def abort_groups(why: str) -> None:
     """End the groups of this process after another process has died, whatever its actors do with them."""
     groups = sys.modules.get("monarch_backend.process_group")

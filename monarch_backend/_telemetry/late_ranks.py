@@ -142,12 +142,40 @@ def behind(group: int, number: int) -> list[tuple[int, str]]:
             (activity.rank, process)
             for process in _running()
             for activity in filter(_is_of_all, process.activities)
-            if activity.trace == group and activity.state != State.RUNNING and activity.count < number
+            if activity.trace == group and _is_late(activity, number)
         ]
         places = _places([process for _, process in late])
         return [(rank, place) for (rank, _), place in zip(late, places, strict=True)]
     except Exception:  # as in place_of_rank
         return []
+
+
+def entered_in(group: int, pid: int) -> tuple[Activity, list[tuple[int, int]]] | None:
+    """Return the collective of a group that a process of this machine has entered, and the late ranks of this machine.
+
+    Each late rank is with the identity of its process. Return None if the process has entered none.
+    """
+    members = [
+        (process, activity)
+        for process in _running()
+        for activity in filter(_is_of_all, process.activities)
+        if activity.trace == group
+    ]
+    entered = next((each for process, each in members if process.pid == pid and each.state == State.RUNNING), None)
+    if entered is None:
+        return None
+    late = [(each.rank, process.identity) for process, each in members if _is_late(each, entered.reference)]
+    return entered, late
+
+
+def is_late(group: int, number: int, pid: int) -> bool:
+    """Return whether a process of this machine is in a group, and has not entered operation ``number``."""
+    activities = [each for process in _running() if process.pid == pid for each in process.activities]
+    return any(_is_of_all(each) and each.trace == group and _is_late(each, number) for each in activities)
+
+
+def _is_late(activity: Activity, number: int) -> bool:
+    return activity.state != State.RUNNING and activity.count < number
 
 
 def places_of(pids: Collection[int]) -> list[str]:
@@ -212,7 +240,7 @@ def _of_group(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late
     ranks = tuple(sorted(each.rank for each in waiting))
     for process, activity in members:
         seconds = (process.read_ns - since_ns) / 1e9  # hosts are not read at the same time
-        if seconds >= MIN_WAIT_S and activity.state != State.RUNNING and activity.count < first.reference:
+        if seconds >= MIN_WAIT_S and _is_late(activity, first.reference):
             yield _Late(process, activity.rank, first, seconds, ranks)
 
 

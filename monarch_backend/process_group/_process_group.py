@@ -528,5 +528,17 @@ def abort_all(why: str) -> None:
         group.abort(why)
 
 
+def waited_in(thread: int) -> int:
+    """Return the identity, in recordings, of the group in whose collective a thread waits for other ranks of its host.
+
+    Return 0 if it waits in none, and for groups over several hosts. ``thread``: its `threading.get_ident`.
+    """
+    for group in list(_living):
+        shm = group._shm
+        if shm is not None and shm.waiting_thread == thread:
+            return shm.identity
+    return 0
+
+
 _FAST_PATH_METHODS = {name: member for name, member in vars(Collectives).items() if callable(member)}
 """Methods that fast paths may replace, before any code changes a class."""

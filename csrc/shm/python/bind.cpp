@@ -187,6 +187,7 @@ void bind_shared_memory(py::module_& m) {
            },
            Release())
       .def_property_readonly("sequence", &Group::sequence)
+      .def_property_readonly("waiting_thread", &Group::waiting_thread)
       .def("record_as", &Group::record_as, py::arg("name"), py::arg("rank"), py::arg("identity"))
       .def("message",
            [](Group& group, bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes, py::object owner) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.calls.pending_calls import Stream
@@ -69,8 +70,12 @@ def _is_only_reader(runtime: Runtime, runner: ActorRunner) -> bool:
         return False
     if any(other is not runner and other.failure is None for other in list(runtime.runners.values())):
         return False
-    me = threading.current_thread()
-    return all(thread is me or _is_ours(thread.name) for thread in threading.enumerate())
+    return has_no_other_thread({threading.get_ident()})
+
+
+def has_no_other_thread(known: Collection[int]) -> bool:
+    """Return whether no thread of this process runs a user's code, beside those with these identifiers."""
+    return all(thread.ident in known or _is_ours(thread.name) for thread in threading.enumerate())
 
 
 def _is_ours(name: str) -> bool:

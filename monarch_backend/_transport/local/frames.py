@@ -242,7 +242,8 @@ class DeadlockStep(IntEnum):
 class DeadlockMember(msgspec.Struct, array_like=True, gc=False):
     """An actor that waits for the reply of call number ``ref`` of its process. ``waits_for`` names the endpoint.
 
-    It is empty for an actor that waits for credit. Then ``ref`` is a number of that wait alone.
+    It is empty for an actor that waits for credit. Then ``ref`` is a number of that wait alone. An actor
+    ``in_collective`` waits for ranks of the process group ``ref``, and raises nothing.
     """
 
     token: str
@@ -254,6 +255,7 @@ class DeadlockMember(msgspec.Struct, array_like=True, gc=False):
     waits_for: str
     host: str
     pid: int
+    in_collective: bool = False
 
 
 class Deadlock(Control, tag="deadlock"):
@@ -265,6 +267,9 @@ class Deadlock(Control, tag="deadlock"):
 
     ``received`` is the number of values that have arrived, for a call of a generator. ``counts_calls`` is for a wait
     for credit: no call of the last member's process to the receiver can be cancelled while the member waits.
+
+    ``actor`` is -1 in the probe of a wait in a collective, for which the receiver must enter operation ``received`` of
+    the process group ``ref``.
     """
 
     step: DeadlockStep

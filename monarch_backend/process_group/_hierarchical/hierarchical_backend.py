@@ -124,6 +124,11 @@ class Hierarchy(SharedMemory):
         self._breaking = threading.Lock()
         self.lost_host: Callable[[], Cause | None] = lambda: None  # set by the group, see _host_guard.py
 
+    @property
+    def waiting_thread(self) -> int:
+        """0: collectives run on a thread of the group, also if another one waits for them."""
+        return 0
+
     def record_as(self, name: str, identity: int) -> None:
         """Record operations as those of the whole group: the core does not record their stages on this host."""
         self._identity = identity

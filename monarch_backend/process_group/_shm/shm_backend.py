@@ -334,6 +334,16 @@ class SharedMemory:
     def sequence(self) -> int:
         return int(self.native.sequence)
 
+    @property
+    def identity(self) -> int:
+        """Identity of the group in recordings, 0 without one."""
+        return self._identity
+
+    @property
+    def waiting_thread(self) -> int:
+        """`threading.get_ident` of the thread that waits in a collective, 0 if none does."""
+        return int(self.native.waiting_thread)
+
     def record_as(self, name: str, identity: int) -> None:
         """Record operations under this name from now on. All ranks of the group, and no others, have the identity."""
         self._identity = identity
