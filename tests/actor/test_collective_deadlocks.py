@@ -1,4 +1,4 @@
-"""Cycles through a collective: who waits for an actor in it, and does not enter it, raises DeadlockError."""
+"""Cycles through a collective: a call to an actor in it raises DeadlockError if the caller has not entered it."""
 
 from __future__ import annotations
 
