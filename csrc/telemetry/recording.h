@@ -38,6 +38,7 @@ enum class Kind : std::uint16_t {
   log = 12,
   step = 13,
   connection = 14,
+  host = 15,
 };
 
 struct Event {

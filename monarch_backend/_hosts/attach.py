@@ -27,6 +27,8 @@ from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program
 from monarch_backend._mesh.shape import Shape
 from monarch_backend._processes.spawner import Spawner
+from monarch_backend._telemetry import texts
+from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._transport.local.frames import Agent as AgentFrame
 from monarch_backend._transport.local.frames import Frame, Setting
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
@@ -69,6 +71,10 @@ class Host:
         self.explain: Callable[[Callable[[str], None]], None] | None = None  # reports a scheduler's reason later
         self.explain_limit = 0.0  # seconds until it has reported
         self.successor: HostSuccessor | None = None  # once it is lost, the host that takes its place, if one may
+
+    def note(self, what: str, reason: str = "", *, is_failure: bool = False) -> None:
+        """Record an event of its life."""
+        texts.life(Kind.HOST, f"{self.name} ({self.address[0]})", what, reason, is_failure=is_failure)
 
 
 class HostRegistry(RuntimeExtension):
@@ -217,6 +223,7 @@ class HostRegistry(RuntimeExtension):
         with self._lock:
             self.hosts[host.id] = host
             why = self._lost_before.pop(host.id, None)
+        host.note("ready")
         if why is not None:
             self.lost(host.id, why)
         return host
@@ -295,6 +302,7 @@ class HostRegistry(RuntimeExtension):
         self._program.call_soon(lambda: self._report_loss(host))
 
     def _report_loss(self, host: Host) -> None:
+        host.note("failed", host.lost or "", is_failure=True)
         host.spawner.host_lost(host.lost or "")
         self._tell_of_loss(host)
 
@@ -309,6 +317,8 @@ class HostRegistry(RuntimeExtension):
             searches = [host.successor for host in self.hosts.values() if host.successor is not None]
         for each in searches:
             each.stop()
+        for host in self._alive():
+            host.note("stopped", "the program ends")
         self._say(self.gateway, Finish())
         self._ended.wait(CLOSE_TIMEOUT_S)
         self._spawner.close()
@@ -474,8 +484,16 @@ def expect_successors(
             raise
         return None if found is None or not found.hosts else found.hosts[0]
 
+    def search_and_note(lost: Host, host: K, stopping: threading.Event) -> str | None:
+        successor = search(host, stopping)
+        if successor is not None:
+            address = runtime.hosts.find(successor).address[0]
+            lost.note("restarted", f"{address} takes its place")
+        return successor
+
     for host_id, host in zip(mesh.hosts or (), hosts, strict=True):
-        runtime.hosts.find(host_id).successor = HostSuccessor(functools.partial(search, host))
+        attached = runtime.hosts.find(host_id)
+        attached.successor = HostSuccessor(functools.partial(search_and_note, attached, host))
 
 
 def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:

@@ -51,6 +51,7 @@ class Kind(NamedNumber):
     LOG = 12
     STEP = 13
     CONNECTION = 14
+    HOST = 15
 
 
 class State(NamedNumber):

@@ -56,7 +56,7 @@ def event(kind: int, what: str, detail: str, *, status: int = 0, start_ns: int =
 
 
 def life(kind: int, of: str, what: str, reason: str = "", *, is_failure: bool = False, pid: int = 0) -> None:
-    """Record that a mesh or process is ready, failed, restarted or stopped."""
+    """Record that a host, mesh or process is ready, failed, restarted or stopped."""
     status = Status.ERROR if is_failure else Status.OK
     event(kind, of, f"{what}: {reason}" if reason else what, status=status, value=pid)
 

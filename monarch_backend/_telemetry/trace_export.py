@@ -32,7 +32,7 @@ SEND_NS = 1000
 """Length of the slice of a sent message, unless another slice begins or ends meanwhile."""
 
 _SLICES = Kind.MESSAGE, Kind.WAIT, Kind.SPAN, Kind.COLLECTIVE, Kind.TRANSFER, Kind.STEP
-_INSTANTS = Kind.PROCESS, Kind.ACTOR, Kind.MESH, Kind.CONTROLLER, Kind.LOG
+_INSTANTS = Kind.HOST, Kind.PROCESS, Kind.ACTOR, Kind.MESH, Kind.CONTROLLER, Kind.LOG
 
 Track = tuple[str, str]
 """Key of a track in its process: what it is about, and its name."""

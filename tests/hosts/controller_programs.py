@@ -30,6 +30,7 @@ from monarch_backend._actor.runtime import program
 from monarch_backend._hosts.attach import HostRegistry, expect_successors, explain_losses
 from monarch_backend._hosts.loss_reasons import LossReason, LossReasons
 from monarch_backend._mesh.host_mesh import HostMesh
+from monarch_backend._telemetry import program_recording, sql
 from monarch_backend._transport.local.tuning import CREDIT_WINDOW
 from monarch_backend.actor import (
     Actor,
@@ -569,6 +570,13 @@ def worker_killed(*addresses: str) -> None:
     faults.none()
 
 
+def lives_of_hosts() -> list[tuple[str, str]]:
+    """Return the recorded names and events of this program's hosts, in their order."""
+    recording = program_recording.read(str(os.getpid()))
+    rows = sql.answer("select name, detail from events where kind = 'host' order by id", recording).rows
+    return [(str(name), str(what)) for name, what in rows]
+
+
 def lost_host(addresses: list[str], how: str, most: float, cables: list[int], daemons: list[int]) -> None:
     """Host 2, the second of the mesh, is lost as ``how`` says. It can be attached again unless its daemon died."""
     faults, wires = expect_faults(), Cables(cables)
@@ -611,6 +619,13 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
             os.kill(agent, signal.SIGCONT)
         measured(f"{how}, to the end of what ran there", began, most + until_gone(pids[2:], most + 2.0))
         assert workers.failed_ranks == (2, 3)
+        lives = lives_of_hosts()
+        assert [(name.split()[0], what.partition(":")[0]) for name, what in lives] == [
+            ("beta", "ready"),
+            ("gamma", "ready"),
+            ("gamma", "failed"),
+        ], lives
+        assert "is lost" in lives[-1][1]
         alive = hosts.slice(hosts=0)
         goes_on(alive, workers)
         with contextlib.suppress(RuntimeError):
@@ -871,6 +886,8 @@ def successor(addresses: list[str], strategy: Any, how: str) -> None:
     expected = ["beta", "delta" if how == "found" else "beta"]
     until(lambda: places() == expected, "all ranks answer")
     if how == "found":
+        lives = [(name.split()[0], what.partition(":")[0]) for name, what in lives_of_hosts()]
+        assert lives[2:] == [("gamma", "failed"), ("delta", "ready"), ("gamma", "restarted")], lives
         more = hosts.spawn_procs({"gpus": 1}).spawn("workers", Worker)
         assert [place[0] for place in more.place.call().get(PATIENCE).values()] == expected
         hosts.shutdown().get(PATIENCE)
