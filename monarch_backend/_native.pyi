@@ -342,6 +342,12 @@ class ShmGroup:
     def set_reason(self, text: str, /) -> None:
         """Set the reason why this rank closes the group or ends, for the errors of other ranks. At most 255 bytes."""
 
+    def set_place(self, sequence: int, text: str, /) -> None:
+        """Set the line from which this rank has called an operation that ranks disagree about. At most 247 bytes."""
+
+    def places(self, sequence: int, /) -> list[bytes]:
+        """Return the lines of all ranks in UTF-8, empty where a rank has not set it for this operation."""
+
     def close(self) -> None:
         """End the group for this rank. Operations in progress fail."""
 
@@ -720,6 +726,9 @@ def record_event(
 
 def begin_activity(cell: int, state: int, detail: int, reference: int, waiting: int, value: int, trace: int, /) -> None:
     """Show in a cell what goes on now. Cell 0 has no effect."""
+
+def note_queue(cell: int, waiting: int, /) -> None:
+    """Show in a cell how many messages wait behind the one that it shows. Any thread may call it."""
 
 def end_activity(cell: int, status: int, /) -> None:
     """Append the event of what the cell shows, and make the cell idle."""

@@ -523,6 +523,32 @@ std::string Group::reason(int rank) const {
   return std::string(text.data(), strnlen(text.data(), text.size())) + ", and ";
 }
 
+void Group::set_place(std::uint64_t sequence, const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  auto& block = control_block(rank_);
+  const std::size_t length = std::min(text.size(), block.place.size() - 1);
+  block.placed.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  std::memcpy(block.place.data(), text.data(), length);
+  block.place[length] = '\0';
+  block.placed.store(sequence, std::memory_order_release);
+}
+
+std::vector<std::string> Group::places(std::uint64_t sequence) {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> found(static_cast<std::size_t>(size_));
+  if (closed_) return found;
+  for (int r = 0; r < size_; ++r) {
+    const auto& block = control_block(r);
+    if (block.placed.load(std::memory_order_acquire) != sequence) continue;
+    std::string text(block.place.data(), strnlen(block.place.data(), block.place.size()));
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (block.placed.load(std::memory_order_relaxed) == sequence) found[static_cast<std::size_t>(r)] = std::move(text);
+  }
+  return found;
+}
+
 void Group::close() {
   {
     const std::lock_guard lock(mutex_);

@@ -32,6 +32,7 @@ inline constexpr std::size_t slot_bytes = 16 << 10;
 inline constexpr std::size_t largest_stage = 4 << 20;  // a power of two; smaller if the arena is too full
 inline constexpr std::size_t smallest_stage = 256 << 10;
 
+inline constexpr std::size_t place_bytes = 248;   // of a line of code, with its terminator
 inline constexpr std::size_t reason_bytes = 256;  // of the text why a rank ends, with its terminator
 
 inline constexpr const char* unreadable_text = "has a tensor in memory that other ranks can't read";
@@ -50,6 +51,9 @@ struct ControlBlock {
   alignas(64) std::array<Header, 2> headers;
   // "raised ValueError: text". Written before `culprit`, or before the process ends; empty if nothing failed here.
   std::array<char, reason_bytes> reason;
+  // Line of code that called an operation about which the ranks disagree, and the number of that operation.
+  std::array<char, place_bytes> place;
+  std::atomic<std::uint64_t> placed;
   // Followed by, for n ranks: u32 closed_flags[n] (each set by another rank when it closes), u64 table[2][2 * n] (bytes
   // that all_to_all sends and expects), u64 offers[2][n + 1] (offsets of its pieces and of its result), a SendRing and
   // a ReadCount for each rank, two slots, the stage.
@@ -93,6 +97,10 @@ class Group {
   void expire_if_due(Operation& operation);
   // Why this rank is about to close the group or to end, for the errors of the others. UTF-8; cut to reason_bytes - 1.
   void set_reason(const std::string& text);
+  // The line of code from which this rank has called an operation about which the ranks disagree. UTF-8; cut to
+  // place_bytes - 1. `places` has that of each rank, empty where it is not known yet.
+  void set_place(std::uint64_t sequence, const std::string& text);
+  std::vector<std::string> places(std::uint64_t sequence);
   void close();
   // Record operations under this name from now on. `identity`: the same on all ranks, and of no other group.
   void record_as(const std::string& name, int rank, std::uint64_t identity);

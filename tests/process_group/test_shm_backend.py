@@ -140,6 +140,32 @@ def test_ranks_with_different_calls_get_each_others_calls() -> None:
     run_ranks(_disagree, 2)
 
 
+def _reduce(x: torch.Tensor, asynchronous: bool) -> None:
+    if (work := dist.all_reduce(x, async_op=asynchronous)) is not None:
+        work.wait()
+
+
+def _broadcast(x: torch.Tensor, asynchronous: bool) -> None:
+    if (work := dist.broadcast(x, 0, async_op=asynchronous)) is not None:
+        work.wait()
+
+
+def _disagree_in_functions(rank: int, asynchronous: bool) -> None:
+    for _ in range(3):  # the lines are those of the last operation
+        with pytest.raises(CollectiveMismatchError) as info:
+            (_broadcast if rank == 1 else _reduce)(torch.ones(4), asynchronous)
+        calls = str(info.value).split("; rank ")
+        for each, function in zip(calls, (_reduce, _broadcast, _reduce), strict=True):
+            first = function.__code__.co_firstlineno + 1
+            lines = [first, first + 1] if asynchronous else [first]
+            assert re.search(rf" at {__file__}:({'|'.join(map(str, lines))}) in {function.__name__}\b", each), each
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_with_different_calls_get_the_lines_of_all(asynchronous: bool) -> None:
+    run_ranks(_disagree_in_functions, 3, asynchronous)
+
+
 def _finished(work: Any) -> None:
     if work is not None:
         work.wait()

@@ -213,6 +213,13 @@ void bind_shared_memory(py::module_& m) {
            },
            Release())
       .def("set_reason", &Group::set_reason)
+      .def("set_place", &Group::set_place)
+      .def("places",
+           [](Group& group, std::uint64_t sequence) {
+             py::list found;
+             for (const std::string& text : group.places(sequence)) found.append(py::bytes(text));
+             return found;
+           })
       .def("close", &Group::close, Release());
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine", "The progress thread of asynchronous operations.")

@@ -7,9 +7,12 @@ torch's own backends, so that a group can use either.
 
 from __future__ import annotations
 
+import operator
+import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,6 +26,7 @@ from torch.futures import Future
 
 from monarch_backend import _native
 from monarch_backend._core import platform
+from monarch_backend._core.package_folder import PACKAGE_FOLDER
 from monarch_backend.process_group import _c10d_internals, _collective_specs, _cpu_validation
 from monarch_backend.process_group._collective_specs import (
     ALL_GATHER,
@@ -306,6 +310,24 @@ def explained(failure: tuple[str, int, str], members: Sequence[str], me: int, cl
     return RankFailedError(f"{who} {text}. {end}", rank)
 
 
+PLACES_TIMEOUT_S = 0.2
+"""Seconds for the ranks of a failed operation to tell the lines from which they have called it."""
+
+_FOLDERS = PACKAGE_FOLDER, os.path.dirname(torch.__file__) + os.sep
+
+
+def _line_of_caller() -> str:
+    """Return "train.py:33 in load" of the innermost frame that runs neither this package nor torch, "" if none does."""
+    if threading.current_thread().name.startswith("monarch"):  # it ends operations of others
+        return ""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_FOLDERS):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
 @_c10d_internals.hide_from_dynamo
 class SharedMemory:
     """Inner group of the ranks of one host; ``members`` describe them in messages.
@@ -353,9 +375,27 @@ class SharedMemory:
         kind, rank, text = failure
         if kind == "late" and rank >= 0 and text.startswith("did not ") and not self.failed:
             failure = kind, rank, text + self._line_of(rank)
+        elif (
+            kind == "mismatch" and (number := re.match(r"the ranks disagree about operation (\d+) ", text)) is not None
+        ):
+            failure = kind, rank, self._with_lines(text, int(number[1]))
         error = explained(failure, self._members, self._rank, self.closed_why)
         self.failed |= isinstance(error, (RankFailedError, CollectiveTimeoutError))
         return error
+
+    def _with_lines(self, text: str, operation: int) -> str:
+        """Add the line of each rank to the text of ranks that disagree. All of them have failed, so all tell theirs."""
+        line = _line_of_caller()
+        if line:
+            self.native.set_place(operation, line)
+        until = time.monotonic() + PLACES_TIMEOUT_S
+        while not all(places := self.native.places(operation)) and time.monotonic() < until:
+            time.sleep(0.001)
+        calls = re.split(r"; (?=rank \d+ called )", text)
+        if len(calls) != len(places):
+            return text
+        lines = [f" at {place.decode(errors='replace')}" if place else "" for place in places]
+        return "; ".join(map(operator.add, calls, lines))
 
     def _line_of(self, rank: int) -> str:
         """Return "; it is at train.py:33 in load", or nothing for a rank of another host or without a recording."""
