@@ -26,6 +26,7 @@ _log = logging.getLogger("monarch_backend")
 record_event = _native.record_event
 begin_activity = _native.begin_activity
 end_activity = _native.end_activity
+note_queue = _native.note_queue
 monotonic_ns = _native.monotonic_ns
 
 GROUP_RANKS = " has the ranks "

@@ -64,6 +64,15 @@ PyObject* begin_activity(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+// note_queue(cell, waiting): from any thread. Only this field changes, so readers see the rest of the cell as it is.
+PyObject* note_queue(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!has(count, 2, "note_queue")) return nullptr;
+  auto* const cell = reinterpret_cast<Cell*>(integer(args[0]));
+  if (owns(cell)) __atomic_store_n(&cell->waiting, static_cast<std::uint32_t>(integer(args[1])), __ATOMIC_RELAXED);
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
+
 // end_activity(cell, status): the cell is idle, and an event of its kind says what has ended.
 PyObject* end_activity(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!has(count, 2, "end_activity")) return nullptr;
@@ -98,6 +107,8 @@ PyMethodDef functions[] = {
      "record_event(kind, status, name, detail, start_ns, reference, value, trace): append an event to the ring."},
     {"begin_activity", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(begin_activity)), METH_FASTCALL,
      "begin_activity(cell, state, detail, reference, waiting, value, trace): show in the cell what goes on now."},
+    {"note_queue", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(note_queue)), METH_FASTCALL,
+     "note_queue(cell, waiting): show how many messages wait behind the one that the cell shows."},
     {"end_activity", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(end_activity)), METH_FASTCALL,
      "end_activity(cell, status): append the event of what the cell shows, and make the cell idle."},
     {nullptr, nullptr, 0, nullptr}};

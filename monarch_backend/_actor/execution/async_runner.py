@@ -61,6 +61,9 @@ class AsyncActorRunner(ActorRunner):
 
     # ---- from any thread
 
+    def is_busy(self) -> bool:
+        return self._is_cell_used
+
     def put(self, item: Message | Job) -> None:
         super().put(item)
         self._wake()

@@ -50,6 +50,9 @@ _CONSTRUCTING, _RUNNING = int(kinds.State.CONSTRUCTING), int(kinds.State.RUNNING
 _OK, _ERROR, _CANCELLED = int(kinds.Status.OK), int(kinds.Status.ERROR), int(kinds.Status.CANCELLED)
 _ENDED = int(kinds.Status.ABORTED)
 
+MAX_EXACT_QUEUE = 8
+"""Length up to which each message that arrives behind a running one updates the shown length of the queue."""
+
 CLEANUP_TIMEOUT_S = 10.0
 """Seconds that an ending process waits for ``__cleanup__``."""
 
@@ -146,6 +149,8 @@ class ActorRunner:
 
     def put(self, item: Message | Job) -> None:
         self.inbox.append(item)
+        if self.is_busy():
+            self._show_queue()
         if self.failure is not None and isinstance(item, tuple):
             # Checked after the append: if the actor ends meanwhile, one of the two threads finds the message.
             if not self.restarts:
@@ -154,6 +159,16 @@ class ActorRunner:
         self.ready = True
         if self.wait_lock is not None:
             release(self)
+
+    def is_busy(self) -> bool:
+        """Return whether a message runs."""
+        return self.code.running is not None
+
+    def _show_queue(self) -> None:
+        """Show the length of the queue, as the start of the running message did. Of a long one, show powers of 2."""
+        length = len(self.inbox)
+        if length <= MAX_EXACT_QUEUE or not length & (length - 1):
+            recorder.note_queue(self.recording_cell, length)
 
     def take_over(self, former: ActorRunner) -> None:
         """Succeed the former runner of this rank: take its messages once it has ended."""

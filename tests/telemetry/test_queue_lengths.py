@@ -1,0 +1,71 @@
+"""Lengths of the queues of busy actors in the recording: also messages count that arrive behind a running one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch_backend._core import platform
+from monarch_backend._telemetry import program_recording
+from monarch_backend._telemetry.kinds import Kind
+from monarch_backend.actor import Actor, ProcMesh, endpoint
+from tests.actor.actors import running
+from tests.actor.support import PATIENCE
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
+
+
+class Plain(Actor):
+    @endpoint
+    def wait_for(self, path: str) -> None:
+        wait_until(Path(path).exists, PATIENCE)
+
+    @endpoint
+    def pass_by(self) -> None:
+        pass
+
+
+class Async(Actor):
+    @endpoint
+    async def wait_for(self, path: str) -> None:
+        while not Path(path).exists():
+            await asyncio.sleep(0.01)
+
+    @endpoint
+    async def pass_by(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def procs() -> Iterator[ProcMesh]:
+    with running({"gpus": 1}) as made:
+        yield made
+
+
+def _queue(actor: str) -> int | None:
+    """Return the shown length of the queue of an actor of this program, None where no message runs."""
+    recording = program_recording.read(str(os.getpid()))
+    activities = [each for process in recording.processes for each in process.recorded.activities]
+    shown = [each.waiting for each in activities if each.kind == Kind.MESSAGE and each.name == actor and each.state]
+    return shown[0] if shown else None
+
+
+@pytest.mark.parametrize("cls", [Plain, Async])
+def test_messages_behind_a_running_one_are_shown(cls: type[Actor], procs: ProcMesh, tmp_path: Path) -> None:
+    actor = procs.spawn(cls.__name__, cls)
+    running = actor.wait_for.call_one(str(tmp_path / "go"))
+    wait_until(lambda: _queue(cls.__name__) == 0, PATIENCE)
+    queued = []
+    for count, shown in ((1, 1), (5, 5), (8, 8), (20, 16)):
+        queued += [actor.pass_by.call_one() for _ in range(count - len(queued))]
+        wait_until(lambda shown=shown: _queue(cls.__name__) == shown, PATIENCE)  # type: ignore[misc]
+    (tmp_path / "go").touch()
+    for each in [running, *queued]:
+        each.get(PATIENCE)
+    wait_until(lambda: _queue(cls.__name__) is None, PATIENCE)
+    actor.stop().get(PATIENCE)
