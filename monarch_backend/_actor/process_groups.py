@@ -33,7 +33,7 @@ class World(Actor):
         self._store: Any = None
 
     @endpoint
-    def comes(self) -> None:
+    def has_started(self) -> None:
         """Return when earlier calls have ended, in every rank."""
 
     @endpoint
@@ -86,6 +86,15 @@ class World(Actor):
                 leave()
 
 
+class _Meeting(Future[None]):
+    """Future that is done when all processes of a mesh are in the group."""
+
+    __slots__ = ()
+
+    def _label(self) -> str:
+        return "process_group"
+
+
 def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
     """Return a Future that is done when every process of the mesh or slice is in the group."""
     timeout = check_bounded(timeout)
@@ -100,7 +109,7 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
     world = core.groups.get(key)
     if world is None or world.failed_ranks:
         world = core.groups[key] = procs.spawn("world", World)
-    done: Future[None] = Future(program.wait)
+    done = _Meeting(program.wait)
     home = program.hosts.of(core.tokens[key[0]])
     host, homes = MEETING_HOST if home is None else home.address[0], [host_of(core.tokens[rank]) for rank in key]
     known = [program.hosts.of(core.tokens[rank]) for rank in key]
@@ -111,7 +120,7 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
         try:
             # A call fails with its first rank. Another rank may still connect to the store that `listen` replaces, and
             # would try until its timeout.
-            world.comes.call().get()
+            world.has_started.call().get()
             master = _master_address(host, others)
             port = first.listen.call_one(master, timeout).get()
             world.join.call(backend, master, port, timeout, homes).get()

@@ -121,7 +121,8 @@ def select(name: str | None) -> list[Program]:
         chosen = [each for each in all_programs if name in each.command]
     if not chosen:
         raise LookupError(
-            f"no running program is {name!r}; programs of this user on this machine: {listed(all_programs)}"
+            f"no running program is {name!r}; programs of this user on this machine: {listed(all_programs)}. "
+            "A program is there from its first process or process group on"
         )
     return chosen
 

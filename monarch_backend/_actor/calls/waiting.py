@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor import context
 from monarch_backend._actor.calls import own_waits
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.pending_calls import asked_of
 from monarch_backend._actor.calls.wait_notice import noticed
 from monarch_backend._actor.errors import CancelledError, DeadlockError
@@ -156,7 +157,7 @@ class _InterruptionOfActor:
 def _shown(what: Any, runner: ActorRunner | None) -> Iterator[None]:
     """Show a wait in a cell: the mesh and endpoint, the number of the call, and the cell of the actor that waits."""
     core, peer = getattr(what, "core", None), getattr(what, "peer", None)
-    name = type(what).__name__ if core is None else core.name
+    name = core.name if core is not None else what._label() if isinstance(what, Future) else type(what).__name__
     cell = recorder.take_cell(kinds.Kind.WAIT, name, 0 if runner is None else runner.rank)
     recorder.begin_activity(
         cell, int(kinds.State.WAITING), recorder.name_number(getattr(what, "endpoint", "")), getattr(what, "ref", 0), 0,
