@@ -315,8 +315,12 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def movable(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same memory under a dtype that Gloo knows: unchanged for its nine dtypes, else a view."""
-    return [t if t.dtype in REDUCIBLE else _renamed(group, collective, t) for t in tensors]
+    """Return the same memory under a dtype that the route knows: unchanged, else a view.
+
+    Gloo knows nine dtypes. Shared memory takes more under their own names, so that its errors and recordings name them.
+    """
+    known = REDUCIBLE if group._shm is None else group._shm.moves
+    return [t if t.dtype in known and not t.is_conj() else _renamed(group, collective, t) for t in tensors]
 
 
 def _renamed(group: Collectives, collective: str, tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from monarch_backend import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from monarch_backend._processes.system_calls import stands_still
-from monarch_backend.process_group import MonarchProcessGroup, _process_group
+from monarch_backend.process_group import MonarchProcessGroup, _cpu_validation, _process_group
 from monarch_backend.process_group._shm import messages, shm_backend
 from tests.process_group import reference
 from tests.process_group.test_fast_paths import _functions_of
@@ -589,6 +590,7 @@ def test_killed_peer_is_named_at_once(way: str) -> None:
 
 
 def test_codes_of_dtypes_are_those_of_the_method() -> None:
+    group: Any = SimpleNamespace(_shm=shm_backend.SharedMemory)
     for dtype, code in messages._DTYPES.items():
-        (moved,) = messages._cpu_validation.movable(None, "send", [torch.zeros(2).to(dtype)])
+        (moved,) = _cpu_validation.movable(group, "send", [torch.zeros(2).to(dtype)])
         assert shm_backend._DTYPES[moved.dtype] == code

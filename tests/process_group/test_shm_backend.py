@@ -166,6 +166,16 @@ def test_ranks_with_different_calls_get_the_lines_of_all(asynchronous: bool) -> 
     run_ranks(_disagree_in_functions, 3, asynchronous)
 
 
+def _dtypes_of_one_size(rank: int) -> None:
+    with pytest.raises(CollectiveMismatchError, match="int16") as info:
+        dist.broadcast(torch.ones(4, dtype=torch.float16 if rank else torch.int16), 0)
+    assert "float16" in str(info.value)
+
+
+def test_dtypes_of_one_size_that_only_move_do_not_match() -> None:
+    run_ranks(_dtypes_of_one_size, 2)
+
+
 def _finished(work: Any) -> None:
     if work is not None:
         work.wait()

@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import Store
 
 from monarch_backend._telemetry import recorder
 from monarch_backend._telemetry.kinds import Kind, State, Status
-from monarch_backend.process_group import _c10d_internals
+from monarch_backend.process_group import _c10d_internals, _cpu_validation
 from monarch_backend.process_group._collective_specs import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -87,6 +87,7 @@ class Hierarchy(SharedMemory):
     """
 
     has_fast_paths = False
+    moves = _cpu_validation.REDUCIBLE  # messages between hosts are Gloo's
     sends = False  # Gloo does point to point, because a receive from any rank may match either side
 
     def __init__(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from monarch_backend.process_group import _c10d_internals, _cpu_validation
+from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._collective_specs import COLLECTIVES
 from monarch_backend.process_group._shm import shm_backend
 from monarch_backend.process_group._shm.shm_backend import FastPathWork, SharedMemory
@@ -17,13 +17,7 @@ from monarch_backend.process_group._shm.shm_backend import FastPathWork, SharedM
 KINDS = tuple(spec.key for spec in COLLECTIVES if spec.form.is_point_to_point)
 """Names of the methods, indexed by csrc/shm/python/messages.h: MessageKind."""
 
-_DTYPES = {
-    dtype: shm_backend._DTYPES[
-        dtype if dtype in _cpu_validation.REDUCIBLE else _cpu_validation._SAME_SIZE[dtype.itemsize]
-    ]
-    for dtype in shm_backend._DTYPES
-    if not dtype.is_complex
-}
+_DTYPES = {dtype: code for dtype, code in shm_backend._DTYPES.items() if not dtype.is_complex}
 """Codes of the core, as `_cpu_validation.movable` would have them."""
 
 

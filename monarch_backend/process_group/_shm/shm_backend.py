@@ -335,7 +335,7 @@ class SharedMemory:
     Each operation asks for its ``timeout``, because torch changes it on the group behind the other route.
     """
 
-    reduces = frozenset(_DTYPES)
+    reduces = moves = frozenset(_DTYPES)
     sends = True  # also does point to point
     has_fast_paths = True
 
