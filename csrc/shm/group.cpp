@@ -146,22 +146,29 @@ void Group::record_as(const std::string& name, int rank, std::uint64_t identity)
   recording_.start(name, static_cast<std::uint32_t>(rank), identity);
 }
 
+telemetry::OperationRecording::What Group::what_of(const Operation& op) {
+  const Header& header = op.header;
+  const bool has_data = header.collective != Collective::barrier;
+  const auto dtype = static_cast<std::uint16_t>(has_data ? static_cast<int>(header.dtype) + 1 : 0);
+  return {static_cast<std::size_t>(header.collective), is_point_to_point(header.collective), header.bytes,
+          telemetry::payload(dtype, telemetry::Route::shm)};
+}
+
 void Group::record_begin(Operation& op) {
-  const bool is_message = is_point_to_point(op.header.collective);
-  const std::uint64_t reference = is_message ? static_cast<std::uint64_t>(op.header.root) : submitted_.load(std::memory_order_relaxed);
-  const bool alone = is_message ? messages_++ == 0 : queue_.size() == 1;
-  op.recorded = recording_.begin(static_cast<std::size_t>(op.header.collective), name_of(op.header.collective), is_message,
-                                 reference, op.header.bytes, alone);
+  const auto what = what_of(op);
+  const std::uint64_t reference = what.is_message ? static_cast<std::uint64_t>(op.header.root) : submitted_.load(std::memory_order_relaxed);
+  const bool alone = what.is_message ? messages_++ == 0 : queue_.size() == 1;
+  op.recorded = recording_.begin(what, name_of(op.header.collective), reference, alone);
 }
 
 // Before the operation is done: its owner may free it then.
 void Group::record_end(const Operation& op) {
-  const bool is_message = is_point_to_point(op.header.collective);
-  const bool last = is_message ? --messages_ == 0 : queue_.size() <= 1;
-  recording_.end(static_cast<std::size_t>(op.header.collective), is_message, op.recorded, op.header.bytes, op.failure.has_value(), last);
-  if (last || is_message) return;
+  const auto what = what_of(op);
+  const bool last = what.is_message ? --messages_ == 0 : queue_.size() <= 1;
+  recording_.end(what, op.recorded, op.failure.has_value(), last);
+  if (last || what.is_message) return;
   const Operation& next = *queue_[1];
-  recording_.show(false, static_cast<std::size_t>(next.header.collective), next.recorded, next.header.bytes);
+  recording_.show(what_of(next), next.recorded);
 }
 
 bool Group::advance(bool before_sleep) {

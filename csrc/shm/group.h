@@ -138,6 +138,7 @@ class Group {
   static bool readable(const Span& span);
 
   void finish(Operation& op);
+  static telemetry::OperationRecording::What what_of(const Operation& op);
   void record_begin(Operation& op);
   void record_end(const Operation& op);
   void fail(Failure failure);

@@ -41,39 +41,48 @@ class OperationRecording {
 
   bool is_on() const { return owns(collectives_); }
 
+  // What an operation is: its kind, such as all_reduce, the bytes of a piece, and payload().
+  struct What {
+    std::size_t kind;
+    bool is_message;
+    std::uint64_t bytes;
+    std::uint32_t payload;
+  };
+
   // An operation begins. `reference` is a collective's number, or the other rank of a message. `alone`: no other
   // operation of this sort is under way.
-  Started begin(std::size_t kind, const char* operation, bool is_message, std::uint64_t reference, std::uint64_t bytes, bool alone) {
+  Started begin(const What& what, const char* operation, std::uint64_t reference, bool alone) {
     const Started started{ticks(), coarse_ns(), reference};
-    if (is_message && !has_messages_) {
+    if (what.is_message && !has_messages_) {
       has_messages_ = true;
       messages_ = take();
     }
-    if (operations_[kind] == 0) operations_[kind] = intern(operation);
-    if (alone) show(is_message, kind, started, bytes);
+    if (operations_[what.kind] == 0) operations_[what.kind] = intern(operation);
+    if (alone) show(what, started);
     return started;
   }
 
   // Show in the cell that this operation is under way.
-  void show(bool is_message, std::size_t kind, const Started& started, std::uint64_t bytes) {
-    Cell* const cell = is_message ? messages_ : collectives_;
+  void show(const What& what, const Started& started) {
+    Cell* const cell = what.is_message ? messages_ : collectives_;
     if (!owns(cell)) return;
     update(*cell, [&](Cell& fields) {
       fields.state = 1;
-      fields.detail = operations_[kind];
+      fields.detail = operations_[what.kind];
       fields.since_ns = started.at_ns;
       fields.reference = started.number;
-      fields.value = bytes;
+      fields.value = what.bytes;
+      fields.waiting = what.payload;
     });
   }
 
-  void end(std::size_t kind, bool is_message, const Started& started, std::uint64_t bytes, bool failed, bool last) {
+  void end(const What& what, const Started& started, bool failed, bool last) {
     const std::uint64_t end = ticks(), duration = end - started.ticks;
     if (failed || duration > apart_ticks || end - last_event_ > apart_ticks) {
       last_event_ = end;
-      record_event(kind, started, bytes, failed, duration);
+      record_event(what, started, failed, duration);
     }
-    Cell* const cell = is_message ? messages_ : collectives_;
+    Cell* const cell = what.is_message ? messages_ : collectives_;
     if (!owns(cell)) return;
     update(*cell, [&](Cell& fields) {
       ++fields.count;
@@ -112,17 +121,18 @@ class OperationRecording {
 #endif
   }
 
-  void record_event(std::size_t kind, const Started& started, std::uint64_t bytes, bool failed, std::uint64_t duration) {
+  void record_event(const What& what, const Started& started, bool failed, std::uint64_t duration) {
     const std::uint64_t now = now_ns();
     const double ratio = static_cast<double>(now - base_ns_) / static_cast<double>(ticks() - base_ticks_ + 1);
     record({.kind = Kind::collective,
             .status = static_cast<std::uint16_t>(failed),
             .name = name_,
-            .detail = operations_[kind],
+            .detail = operations_[what.kind],
             .end_ns = now,
             .duration_ns = static_cast<std::uint64_t>(static_cast<double>(duration) * ratio),
             .reference = started.number,
-            .value = bytes});
+            .value = what.bytes,
+            .trace = what.payload});
   }
 
   std::uint32_t name_ = 0, rank_ = 0;

@@ -13,7 +13,7 @@
 
 namespace monarch::telemetry {
 
-inline constexpr std::uint32_t layout_version = 2;  // raise it also for a new meaning of a field
+inline constexpr std::uint32_t layout_version = 3;  // raise it also for a new meaning of a field
 inline constexpr std::size_t event_count = 8192;  // a power of two
 inline constexpr std::size_t cell_count = 64;
 inline constexpr std::size_t header_bytes = 4096;
@@ -41,6 +41,14 @@ enum class Kind : std::uint16_t {
   host = 15,
 };
 
+// Routes of collectives. _telemetry/payloads.py has all of them, with their names.
+enum class Route : std::uint16_t { shm = 1 };
+
+// Dtype and route of a collective as one number. Dtype 0: no data. The others are those of shm/reduce.h, plus 1.
+constexpr std::uint32_t payload(std::uint16_t dtype, Route route) {
+  return dtype | static_cast<std::uint32_t>(route) << 16;
+}
+
 struct Event {
   std::atomic<std::uint64_t> stamp;  // its number, from 1; 0 while it is written
   std::uint64_t end_ns;              // of CLOCK_MONOTONIC, as all times
@@ -52,7 +60,7 @@ struct Event {
   std::uint32_t detail;  // likewise
   std::uint64_t reference;  // number of the call, collective or transfer
   std::uint64_t value;      // bytes, or the bits of a double
-  std::uint64_t trace;      // identity of the trace
+  std::uint64_t trace;      // identity of the trace; of a collective: its payload
 };
 static_assert(sizeof(Event) == 64);
 
@@ -66,7 +74,7 @@ struct Cell {
   std::uint64_t count;      // activities that this cell has seen end
   std::uint64_t reference;
   std::uint64_t value;
-  std::uint32_t waiting;    // messages in the queue
+  std::uint32_t waiting;    // messages in the queue; of a collective: its payload
   std::uint32_t rank;
   std::uint64_t trace;      // of a collective: its group
 };

@@ -198,7 +198,7 @@ def _activity(activity: Activity, now: int, is_alive: bool, identity: int) -> di
         "seconds": max(0.0, (now - activity.since_ns) / 1e9),
         "ended": activity.count,
         "call": name_of_call(caller, activity.reference) if is_of_call else "",
-        "queue": activity.waiting if activity.state != State.IDLE and activity.kind != Kind.STEP else 0,
+        "queue": activity.queue,
         **({IS_ASYNC: True} if activity.is_async and is_alive and activity.state != State.IDLE else {}),
         **({"median_seconds": activity.value / 1e9, "window": activity.waiting} if activity.kind == Kind.STEP else {}),
     }

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy
 
 from monarch_backend import _native
-from monarch_backend._telemetry.kinds import ASYNC_FLAG, Kind, SlotState, Status
+from monarch_backend._telemetry.kinds import ASYNC_FLAG, Kind, SlotState, State, Status
+from monarch_backend._telemetry.payloads import Payload, decode
 from monarch_backend._telemetry.recording_area import map_slot
 
 _LAYOUT = _native.recording_layout
@@ -45,7 +46,8 @@ _LABEL_FIELD = 7  # in a slot
 class Activity:
     """What a part of a process does now. ``number`` is that of its cell, ``since_ns`` is on CLOCK_MONOTONIC.
 
-    ``is_async``: whether a coroutine handles the message.
+    ``waiting`` is the number of messages in the queue, of steps in the window of a `Kind.STEP`, or the number of the
+    payload of a collective. ``is_async``: whether a coroutine handles the message.
     """
 
     number: int
@@ -62,9 +64,22 @@ class Activity:
     trace: int
     is_async: bool = False
 
+    @property
+    def queue(self) -> int:
+        """Messages in the queue, while it is not idle."""
+        return 0 if self.state == State.IDLE or self.kind in (Kind.STEP, Kind.COLLECTIVE) else self.waiting
+
+    @property
+    def payload(self) -> Payload:
+        """Dtype and route of a collective."""
+        return decode(self.waiting) if self.kind == Kind.COLLECTIVE else Payload()
+
 
 class RecordedEvent(NamedTuple):
-    """Something that has ended. ``value`` is a number of bytes, or the bits of a double for a metric."""
+    """Something that has ended. ``value`` is a number of bytes, or the bits of a double for a metric.
+
+    ``trace`` is an identity, or the number of the payload of a collective.
+    """
 
     number: int
     end_ns: int
@@ -77,6 +92,11 @@ class RecordedEvent(NamedTuple):
     reference: int
     value: int
     trace: int
+
+    @property
+    def payload(self) -> Payload:
+        """Dtype and route of a collective."""
+        return decode(self.trace) if self.kind == Kind.COLLECTIVE else Payload()
 
 
 @dataclass(frozen=True)

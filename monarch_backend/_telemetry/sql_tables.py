@@ -71,7 +71,8 @@ COLUMNS = {
         "reference", "value", "trace",
     ),
     "collectives": (
-        "id", "timestamp_us", "name", "status", "duration_us", "bytes", "number", "detail", "pid", "process",
+        "id", "timestamp_us", "name", "status", "duration_us", "bytes", "number", "detail", "dtype", "route", "pid",
+        "process",
     ),
     "steps": ("id", "timestamp_us", "name", "number", "duration_us", "pid", "process"),
     "step_times": (
@@ -174,7 +175,7 @@ class Tables:
                     process.pid, process.label, Kind(each.kind).title, each.name, each.rank,
                     activity_state(each, is_alive=is_alive(process)),
                     None if is_idle else each.detail, self._wall(each.since_ns), self._open_us(process, each.since_ns),
-                    each.count, 0 if is_idle else each.waiting, _signed(each.reference), _signed(each.value),
+                    each.count, each.queue, _signed(each.reference), _signed(each.value),
                     _identity(each.trace),
                 )  # fmt: skip
 
@@ -349,8 +350,9 @@ class Tables:
                     number, each.name, self._wall(each.end_ns), self._thread(process, each.thread),
                     Kind(each.kind).title, each.status, each.detail, each.duration_ns // 1000,
                     _signed(each.reference),
-                    double(each.value) if each.kind == Kind.METRIC else _signed(each.value), _identity(each.trace),
-                    each.number, process.pid, process.label,
+                    double(each.value) if each.kind == Kind.METRIC else _signed(each.value),
+                    None if each.kind == Kind.COLLECTIVE else _identity(each.trace), each.number, process.pid,
+                    process.label,
                 )  # fmt: skip
 
     def _metrics_rows(self) -> Iterator[Row]:
@@ -363,10 +365,10 @@ class Tables:
             )  # fmt: skip
 
     def _collectives_rows(self) -> Iterator[Row]:
-        return self._timed(Kind.COLLECTIVE)
+        return self._timed(Kind.COLLECTIVE, lambda _, what: what.payload)
 
     def _transfers_rows(self) -> Iterator[Row]:
-        return self._timed(Kind.TRANSFER)
+        return self._timed(Kind.TRANSFER, lambda *_: ())
 
     def _connections_rows(self) -> Iterator[Row]:
         for number, (process, event) in enumerate(self._events(Kind.CONNECTION), 1):
@@ -435,7 +437,8 @@ class Tables:
                 each.usual_ns // 1000 if each.factor else None, each.ranks, each.factor or None, int(each.is_slow),
             )  # fmt: skip
 
-    def _timed(self, kind: Kind) -> Iterator[Row]:
+    def _timed(self, kind: Kind, more: Callable[[ProcessRecording, Any], Row]) -> Iterator[Row]:
+        """Yield the rows of a kind. ``more`` returns the values of the columns that other kinds lack."""
         found: list[tuple[ProcessRecording, RecordedEvent | Activity, int, int | None, str]] = [
             (process, event, event.end_ns - event.duration_ns, event.duration_ns // 1000, Status(event.status).title)
             for process, event in self._events(kind)
@@ -447,7 +450,7 @@ class Tables:
         for number, (process, what, start, duration, status) in enumerate(found, 1):
             yield (
                 number, self._wall(start), what.name, status, duration, _signed(what.value), _signed(what.reference),
-                what.detail or None, process.pid, process.label,
+                what.detail or None, *more(process, what), process.pid, process.label,
             )  # fmt: skip
 
 

@@ -168,11 +168,15 @@ def _args(what: RecordedEvent | Activity, senders: dict[int, _Process]) -> dict[
         return {"span": what.reference, "parent": what.trace, **attributes_of(what.detail)}
     args: dict[str, Any] = {"number": what.reference}
     if what.kind in (Kind.COLLECTIVE, Kind.TRANSFER):
-        return {**args, "bytes": what.value, **({"detail": what.detail} if what.detail else {})}
+        return {**args, "bytes": what.value, **_known({"detail": what.detail or None, **what.payload._asdict()})}
     other = senders.get(what.trace)
     if other is not None:
         args["sender" if what.kind == Kind.MESSAGE else "waits for process"] = other.recording.label
     return {**args, "bytes": what.value} if what.kind == Kind.MESSAGE else args
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _own_track(kind: int) -> Track | None:

@@ -6,21 +6,30 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from monarch_backend._core import platform
 from monarch_backend._core.torch_version import torch_version
-from monarch_backend._telemetry import program_recording, sql
+from monarch_backend._telemetry import payloads, program_recording, sql, trace_export
 from monarch_backend._telemetry.program_recording import Recording
+from tests.support.hosts import hosts, refusal, run_on_hosts
+from tests.support.ranks import run_ranks
 from tests.support.running_script import running_script
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
 HAS_CAPTURED_STEPS = torch_version() >= (2, 13)
 
+APART_S = 0.001  # operations that follow each other faster may have no event
+DTYPES = payloads.DTYPES[1:-1]
+GLOOS_DTYPES = "float64", "float32", "bfloat16", "float16", "int8", "uint8", "int32", "int64", "bool"
+GIVEN_AS = {"complex64": "float32", "complex128": "float64"}  # torch gives pairs to a group
 BYTES = 1 << 20
 SCRIPT = """
 import sys
@@ -91,10 +100,95 @@ def recording(running: subprocess.Popen[str]) -> Recording:
 
 
 def test_collectives_have_rows(recording: Recording) -> None:
-    rows = sql.answer("select process, detail, bytes, status, duration_us > 0 from collectives", recording).rows
+    query = "select process, detail, bytes, status, duration_us > 0, dtype, route from collectives"
+    rows = sql.answer(query, recording).rows
     assert sorted(row for row in rows if row[2] == BYTES) == [
-        (f"gpus {rank} of trainers", "all_reduce", BYTES, "ok", 1) for rank in range(2)
+        (f"gpus {rank} of trainers", "all_reduce", BYTES, "ok", 1, "float32", "shm") for rank in range(2)
     ]
+
+
+def _operations(dtypes: tuple[str, ...]) -> set[tuple[str, str | None, str]]:
+    """Run collectives and messages of all ranks with these dtypes. Return the recorded ones of this process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in dtypes:
+        x = torch.ones(2 * size).to(getattr(torch, dtype))
+        for operation in (
+            lambda x=x: dist.all_reduce(x),
+            lambda x=x: dist.reduce_scatter(x[:2].clone(), list(x.chunk(size))),
+            lambda x=x: dist.broadcast(x, 0),
+            lambda x=x: dist.all_gather([x.clone() for _ in range(size)], x, async_op=True).wait(),
+            dist.barrier,
+        ):
+            time.sleep(APART_S)
+            operation()
+    time.sleep(APART_S)
+    peer = {0: 1, 1: 0}.get(rank)
+    if peer is not None:
+        dist.send(torch.ones(2, dtype=torch.int64), peer) if rank == 0 else dist.recv(torch.ones(2).long(), peer)
+    own = program_recording.read_pids([os.getpid()])
+    rows = sql.answer("select distinct detail, dtype, route from collectives where status = 'ok'", own).rows
+    return {(operation, dtype, route) for operation, dtype, route in rows}
+
+
+def _expected(dtypes: tuple[str, ...], route: str) -> set[tuple[str, str | None, str]]:
+    operations = "all_reduce", "reduce_scatter", "broadcast", "all_gather"
+    moved = {(operation, GIVEN_AS.get(dtype, dtype), route) for operation in operations for dtype in dtypes}
+    return moved | {("barrier", None, route)}
+
+
+def _on_shared_memory(rank: int) -> None:
+    message = "send" if rank == 0 else "recv", "int64", "shm"
+    assert _operations(DTYPES) == _expected(DTYPES, "shm") | {message}
+
+
+def test_collectives_have_their_dtype_and_route_in_shared_memory() -> None:
+    run_ranks(_on_shared_memory, 2)
+
+
+def _on_hosts(_rank: int) -> None:
+    assert _operations(GLOOS_DTYPES) == _expected(GLOOS_DTYPES, "shm+gloo")
+
+
+@pytest.mark.slow
+def test_collectives_have_their_dtype_and_route_over_hosts() -> None:
+    if why := refusal():
+        pytest.skip(why)
+    with hosts(2) as made:
+        run_on_hosts(made, (0, 0, 1), _on_hosts, env={"MONARCH_SHM": "1"})
+
+
+def _under_way(rank: int) -> None:
+    x = torch.ones(2, dtype=torch.int32)
+    work = None if rank else dist.all_reduce(x, async_op=True)
+    if work is not None:
+        own = program_recording.read_pids([os.getpid()])
+        query = "select detail, dtype, route from collectives where status = 'open'"
+        assert sql.answer(query, own).rows == [("all_reduce", "int32", "shm")]
+        assert sql.answer("select sum(queue) from activities", own).rows == [(0,)]
+        slices = [each for each in trace_export.as_trace(own)["traceEvents"] if each["ph"] == "X"]
+        [args] = [each["args"] for each in slices if each["args"]["status"] == "open"]
+        assert (args["dtype"], args["route"]) == ("int32", "shm")
+        dist.send(torch.ones(1), 1)  # the other rank may go on
+        work.wait()
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(x)
+
+
+def test_collective_under_way_has_its_dtype_and_route() -> None:
+    run_ranks(_under_way, 2)
+
+
+def _mismatched(rank: int) -> None:
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(2, dtype=torch.int32 if rank else torch.float32))
+    own = program_recording.read_pids([os.getpid()])
+    rows = sql.answer("select dtype, route from collectives where status = 'error'", own).rows
+    assert rows == [("int32" if rank else "float32", "shm")]
+
+
+def test_failed_collective_has_the_dtype_of_its_rank() -> None:
+    run_ranks(_mismatched, 2)
 
 
 def test_transfers_have_rows_with_their_route(recording: Recording) -> None:
@@ -110,16 +204,17 @@ def test_batches_and_recompilations_have_rows(recording: Recording) -> None:
     assert row == ("compile", "ok")
 
 
-def test_trace_has_collectives_and_transfers_with_their_bytes(running: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_trace_has_collectives_and_transfers_with_their_data(running: subprocess.Popen[str], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     command = [sys.executable, "-m", "monarch_backend.cli", "trace", str(running.pid), "-o", str(path)]
     subprocess.run(command, check=True, capture_output=True, timeout=60, env=dict(os.environ))
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     names = {each["pid"]: each["args"]["name"] for each in events if each.get("name") == "process_name"}
     found = [
-        (names[each["pid"]], each["cat"]) for each in events
+        (names[each["pid"]].partition(" (")[0], each["cat"], each["args"]) for each in events
         if each["ph"] == "X" and each.get("args", {}).get("bytes") == BYTES and each["dur"] > 0
     ]  # fmt: skip
-    assert sorted((name.partition(" (")[0], kind) for name, kind in found) == [
-        ("gpus 0 of trainers", "collective"), ("gpus 1 of trainers", "collective"), ("gpus 1 of trainers", "transfer"),
-    ]  # fmt: skip
+    zero, one = "gpus 0 of trainers", "gpus 1 of trainers"
+    collectives = sorted((name, args["dtype"], args["route"]) for name, kind, args in found if kind == "collective")
+    assert [name for name, kind, _ in found if kind == "transfer"] == [one]
+    assert collectives == [(zero, "float32", "shm"), (one, "float32", "shm")]

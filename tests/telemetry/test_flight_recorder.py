@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from monarch_backend._core import platform
-from monarch_backend._telemetry import program_recording
+from monarch_backend._telemetry import payloads, program_recording
 from monarch_backend._telemetry.export import flight_recorder
 from monarch_backend._telemetry.programs import select
 from monarch_backend.cli import main
+from monarch_backend.process_group._shm import shm_backend
 from tests.support.hosts import hosts, refusal, run_on_hosts
 from tests.support.waiting import wait_until
 
@@ -106,6 +107,33 @@ except RuntimeError:
     assert "Expected collective type: 'all_reduce' does not match found collective type: 'broadcast'" in said
 
 
+def test_mismatched_dtype_is_named_by_torch(tmp_path: Path) -> None:
+    body = """
+try:
+    dist.all_reduce(x if rank == 0 else x.int())
+except RuntimeError:
+    pass
+"""
+    with _ranks(tmp_path, body):
+        dumps = _dump(f"ranks_{tmp_path.name}.py", tmp_path / "dumps")
+    said, _ = _analyse(tmp_path / "dumps")
+    assert "Culprit rank 1; Error type: COLLECTIVE_DTYPE_MISMATCH" in said
+    assert "Expected dtypes: '{'Float'}' does not match found dtype: '{'Float'}/{'Int'}/{'Int'}'" in said
+    assert [dumps[rank]["entries"][-1]["input_sizes"] for rank in range(2)] == [[[4]], [[4]]]
+
+
+@pytest.mark.parametrize("name", flight_recorder._DTYPES)
+def test_dtype_has_the_name_and_size_that_torch_has(name: str) -> None:
+    tensor = torch.empty(1, dtype=getattr(torch, name))
+    in_torch = tensor.type().removeprefix("torch.").removesuffix("Tensor")
+    assert flight_recorder._DTYPES[name] == (in_torch, tensor.element_size())
+
+
+def test_each_recorded_dtype_has_a_name_in_torch() -> None:
+    assert [*flight_recorder._DTYPES] == [*payloads.DTYPES[1:-1]]
+    assert payloads.DTYPES[1:-1] == tuple(str(each).removeprefix("torch.") for each in shm_backend._DTYPES)
+
+
 def test_stacks_of_waiting_ranks_are_in_the_dump(tmp_path: Path) -> None:
     body = """
 def waits():
@@ -139,7 +167,7 @@ if rank == 2:
         dumps = _dump(f"ranks_{tmp_path.name}.py", tmp_path / "dumps")
     assert {each["ranks"] for each in dumps[2]["pg_config"].values()} == {"[0, 1, 2]", "[0, 2]", "[1, 2]"}
     [entry] = [entry for entry in dumps[2]["entries"] if entry["state"] == "started"]
-    assert (entry["input_sizes"], entry["output_sizes"], entry["collective_seq_id"]) == ([[8]], [[16]], 1)
+    assert (entry["input_sizes"], entry["output_sizes"], entry["collective_seq_id"]) == ([[2]], [[4]], 1)
     said, _ = _analyse(tmp_path / "dumps")
     assert "missing ranks: {1}" in said
 

@@ -89,7 +89,7 @@ PyObject* end_activity(PyObject*, PyObject* const* args, Py_ssize_t count) {
             .duration_ns = now - cell->since_ns,
             .reference = cell->reference,
             .value = cell->value,
-            .trace = cell->trace});
+            .trace = cell->kind == static_cast<std::uint16_t>(Kind::collective) ? cell->waiting : cell->trace});
     update(*cell, [&](Cell& fields) {
       fields.state = 0;
       fields.since_ns = now;

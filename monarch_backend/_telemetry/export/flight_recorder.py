@@ -27,7 +27,16 @@ FILE_PREFIX = "rank_"
 _WORLD = "group 0"
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 _LIBRARY = "gloo"  # the analyser refuses names that it does not know
-_DTYPE = "Byte"  # dtypes and shapes are not recorded: sizes are in bytes
+# torch's names of dtypes, and the bytes of an element. Of other dtypes the bytes are counted.
+_DTYPES = {
+    "float64": ("Double", 8), "float32": ("Float", 4), "bfloat16": ("BFloat16", 2), "float16": ("Half", 2),
+    "int8": ("Char", 1), "uint8": ("Byte", 1), "int16": ("Short", 2), "uint16": ("UInt16", 2), "int32": ("Int", 4),
+    "uint32": ("UInt32", 4), "int64": ("Long", 8), "uint64": ("UInt64", 8), "bool": ("Bool", 1),
+    "complex64": ("ComplexFloat", 8), "complex128": ("ComplexDouble", 16), "float8_e4m3fn": ("Float8_e4m3fn", 1),
+    "float8_e5m2": ("Float8_e5m2", 1), "float8_e4m3fnuz": ("Float8_e4m3fnuz", 1),
+    "float8_e5m2fnuz": ("Float8_e5m2fnuz", 1),
+}  # fmt: skip
+_UNKNOWN_DTYPE = "Byte", 1
 
 
 @dataclass
@@ -35,6 +44,7 @@ class _Entered:
     """A collective that a rank has entered. ``end`` is None while it goes on, and if it has failed."""
 
     operation: str
+    dtype: str | None
     size: int
     start: int | None
     end: int | None
@@ -144,13 +154,17 @@ def _members(process: ProcessRecording) -> dict[str, _Member]:
             going_on = each.state != State.IDLE
             member = found[each.name] = _Member(each.reference - going_on)
             if going_on:
-                member.entered[each.reference] = _Entered(each.detail, each.value, each.since_ns, None, False)
+                member.entered[each.reference] = _Entered(
+                    each.detail, each.payload.dtype, each.value, each.since_ns, None, False
+                )
     for event in process.events(Kind.COLLECTIVE):
         if event.detail not in POINT_TO_POINT and event.name in found:
             is_over = event.status == Status.OK
             start = event.end_ns - event.duration_ns
             end = event.end_ns if is_over else None
-            found[event.name].entered[event.reference] = _Entered(event.detail, event.value, start, end, is_over)
+            found[event.name].entered[event.reference] = _Entered(
+                event.detail, event.payload.dtype, event.value, start, end, is_over
+            )
     return found
 
 
@@ -187,12 +201,13 @@ def _entries(member: _Member, known: dict[int, _Entered]) -> Iterator[tuple[int,
         if sequence in member.entered:
             yield sequence, member.entered[sequence]
         elif sequence <= member.left:
-            yield sequence, _Entered(other.operation, other.size, None, None, True)
+            yield sequence, _Entered(other.operation, other.dtype, other.size, None, None, True)
 
 
 def _entry(entered: _Entered, sequence: int, size: int, created: int, wall_offset: int) -> dict[str, Any]:
-    whole = [[entered.size * size]]
-    part = [[entered.size]]
+    dtype, element = _DTYPES.get(entered.dtype or "", _UNKNOWN_DTYPE)
+    numel = entered.size // element  # shapes are not recorded
+    whole, part = [[numel * size]], [[numel]]
     return {
         "collective_seq_id": sequence,
         "p2p_seq_id": 0,
@@ -205,8 +220,8 @@ def _entry(entered: _Entered, sequence: int, size: int, created: int, wall_offse
         "duration_ms": None if entered.start is None or entered.end is None else (entered.end - entered.start) / 1e6,
         "input_sizes": whole if entered.operation == "reduce_scatter" else part,
         "output_sizes": whole if entered.operation == "all_gather" else part,
-        "input_dtypes": [_DTYPE],
-        "output_dtypes": [_DTYPE],
+        "input_dtypes": [dtype],
+        "output_dtypes": [dtype],
         "state": "completed" if entered.is_over else "started",
         "retired": entered.is_over,
         "timeout_ms": 0,

@@ -242,7 +242,7 @@ def _of_now(process: ProcessRecording) -> Iterator[Value]:
         key = each.name, each.rank
         if each.kind == Kind.MESSAGE:
             states[key] = max(states.get(key, State.IDLE), State(each.state))
-            queues[key] += each.waiting if each.state else 0
+            queues[key] += each.queue
         elif each.kind == Kind.COLLECTIVE:
             left[key] += each.count
             entered[key] += each.count + bool(each.state)

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from monarch_backend._telemetry import recorder
+from monarch_backend._telemetry import payloads, recorder
 from monarch_backend._telemetry.kinds import Kind, State, Status
 from monarch_backend.process_group import _c10d_internals, _cpu_validation
 from monarch_backend.process_group._collective_specs import (
@@ -194,8 +194,11 @@ class Hierarchy(SharedMemory):
     def _recorded(self, call: CollectiveCall) -> Iterator[None]:
         """Record that the operation is under way in this context, and how it ends."""
         operation = recorder.name_number(OPERATIONS[call.what].name)
-        size = max((each.nbytes for each in (*call.ins[:1], *call.outs[:1])), default=0)
-        recorder.begin_activity(self._cell, State.RUNNING, operation, call.number, 0, size, self._identity)
+        tensors = *call.ins[:1], *call.outs[:1]
+        size = max((each.nbytes for each in tensors), default=0)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        payload = payloads.encode(dtype, payloads.Route.SHM_GLOO)
+        recorder.begin_activity(self._cell, State.RUNNING, operation, call.number, payload, size, self._identity)
         status, self._begun, self._is_under_way = Status.ERROR, call.number, True
         try:
             yield
