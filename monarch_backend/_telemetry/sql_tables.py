@@ -30,6 +30,7 @@ from monarch_backend._telemetry.rank_states import exit_text
 from monarch_backend._telemetry.reader import Activity, RecordedEvent, RecordedProcess
 from monarch_backend._telemetry.stacks import Stacks
 from monarch_backend._telemetry.subject import Subject, ThisMachine
+from monarch_backend._telemetry.transfer_ends import EndsOfTransfers
 
 Row = tuple[Any, ...]
 Key = tuple[str, int]  # of a program: its host and pid
@@ -79,7 +80,8 @@ COLUMNS = {
         "pid", "process", "name", "steps", "median_us", "own_us", "usual_own_us", "ranks", "factor", "is_slow",
     ),
     "transfers": (
-        "id", "timestamp_us", "name", "status", "duration_us", "bytes", "number", "detail", "pid", "process",
+        "id", "timestamp_us", "name", "status", "duration_us", "bytes", "number", "detail", "source", "target",
+        "from_pid", "to_pid", "pid", "process",
     ),
     "connections": ("id", "timestamp_us", "peer", "event", "reason", "pid", "process"),
     "batches": ("id", "timestamp_us", "workers", "number", "bytes", "duration_us", "pid", "process"),
@@ -368,7 +370,8 @@ class Tables:
         return self._timed(Kind.COLLECTIVE, lambda _, what: what.payload)
 
     def _transfers_rows(self) -> Iterator[Row]:
-        return self._timed(Kind.TRANSFER, lambda *_: ())
+        ends = EndsOfTransfers(self._recording)
+        return self._timed(Kind.TRANSFER, ends.of)
 
     def _connections_rows(self) -> Iterator[Row]:
         for number, (process, event) in enumerate(self._events(Kind.CONNECTION), 1):

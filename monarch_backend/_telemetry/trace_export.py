@@ -27,6 +27,7 @@ from monarch_backend._telemetry.program_recording import (
     is_alive,
 )
 from monarch_backend._telemetry.reader import Activity, RecordedEvent
+from monarch_backend._telemetry.transfer_ends import EndsOfTransfers
 
 SEND_NS = 1000
 """Length of the slice of a sent message, unless another slice begins or ends meanwhile."""
@@ -83,8 +84,9 @@ def as_trace(recording: Recording, profiles: Sequence[Profile] = ()) -> dict[str
     """Return the trace as a value for JSON. Profiles of torch are on further tracks of their processes."""
     processes = _processes(recording)
     senders = {each.recording.recorded.identity: each for each in processes}
+    ends = EndsOfTransfers(recording)
     for process in processes:
-        process.slices += _slices(process, recording, senders)
+        process.slices += _slices(process, recording, senders, ends)
     handled = [each for process in processes for each in process.slices if each.category == "message" and each.call]
     sent = _add_sent(processes, handled)
     for process in processes:
@@ -128,12 +130,16 @@ def _processes(recording: Recording) -> list[_Process]:
 # ---- slices
 
 
-def _slices(process: _Process, recording: Recording, senders: dict[int, _Process]) -> Iterator[_Slice]:
+def _slices(
+    process: _Process, recording: Recording, senders: dict[int, _Process], ends: EndsOfTransfers
+) -> Iterator[_Slice]:
     recorded = process.recording.recorded
     for event in recorded.events:
         kind = event.kind
         if kind in _SLICES:
             args = {"status": Status(event.status).title, **_args(event, senders)}
+            if kind == Kind.TRANSFER:
+                args |= _known(ends.of(process.recording, event)._asdict())
             start = event.end_ns - event.duration_ns
             track = _own_track(kind) or process.track(event.thread)
             yield _slice(process, event, start, event.end_ns, track, args)

@@ -40,6 +40,21 @@ def test_large_transfer_is_recorded(pair: Pair, request: pytest.FixtureRequest, 
     assert detail.startswith(f"read from pid {pid} on ")
 
 
+def test_transfer_has_its_source_and_target(pair: Pair) -> None:
+    owner, reader = pair
+    buffer = owner.own.call_one("tensor", LARGE).get()
+    _read(reader, buffer, 30)
+    reader.write.call_one(buffer, timeout=30).get()
+    pids = owner.pid.call_one().get(), reader.pid.call_one().get()
+    columns = "from_pid, to_pid, source, target"
+    read, write = query(f"select {columns} from transfers where pid = {pids[1]} order by id desc limit 2").rows[::-1]
+    labels = dict(query("select pid, label from processes").rows)
+    assert (read, write) == (
+        (pids[0], pids[1], labels[pids[0]], labels[pids[1]]),
+        (pids[1], pids[0], labels[pids[1]], labels[pids[0]]),
+    )
+
+
 def test_small_transfer_is_not_recorded(pair: Pair) -> None:
     owner, reader = pair
     before = len(_transfers(reader))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from monarch_backend._core import platform
 from monarch_backend._core.torch_version import torch_version
 from monarch_backend._telemetry import payloads, program_recording, sql, trace_export
+from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.program_recording import Recording
+from monarch_backend._telemetry.reader import RecordedEvent
 from tests.support.hosts import hosts, refusal, run_on_hosts
 from tests.support.ranks import run_ranks
 from tests.support.running_script import running_script
+from tests.telemetry.recordings import recording_of
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
 HAS_CAPTURED_STEPS = torch_version() >= (2, 13)
@@ -55,6 +59,10 @@ class Worker(Actor):
         buffer.read_into(mine, timeout=30).get()
         assert mine.sum().item() == 1 << 18
 
+    @endpoint
+    def store(self, buffer):
+        buffer.write_from(torch.zeros(1 << 18), timeout=30).get()
+
 
 def control(procs):
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -75,6 +83,7 @@ def main():
     workers.reduce.call().get()
     buffer = workers.slice(gpus=0).offer.call_one().get()
     workers.slice(gpus=1).fetch.call_one(buffer).get()
+    workers.slice(gpus=1).store.call_one(buffer).get()
     if HAS_CAPTURED_STEPS:
         control(procs)
     print("ready", flush=True)
@@ -191,9 +200,40 @@ def test_failed_collective_has_the_dtype_of_its_rank() -> None:
     run_ranks(_mismatched, 2)
 
 
-def test_transfers_have_rows_with_their_route(recording: Recording) -> None:
-    [row] = sql.answer("select process, bytes, status, duration_us > 0, name from transfers", recording).rows
-    assert row[:4] == ("gpus 1 of trainers", BYTES, "ok", 1) and row[4]
+def test_transfers_have_rows_with_their_route_and_both_ends(recording: Recording) -> None:
+    query = (
+        "select transfers.process, bytes, transfers.status, duration_us > 0, transfers.name, source, target, "
+        "a.label, b.label from transfers join processes a on a.pid = from_pid join processes b on b.pid = to_pid "
+        "order by transfers.timestamp_us"
+    )
+    own, other = "gpus 1 of trainers", "gpus 0 of trainers"
+    assert sql.answer(query, recording).rows == [
+        (own, BYTES, "ok", 1, "same host", source, target, source, target)
+        for source, target in ((other, own), (own, other))
+    ]
+
+
+def _transfer(detail: str, route: str) -> RecordedEvent:
+    return RecordedEvent(1, 5, 1, Kind.TRANSFER, 0, 0, route, detail, 0, BYTES, 0)
+
+
+@pytest.mark.parametrize(
+    ("detail", "route", "ends"),
+    [
+        ("read from pid 7 on b", "tcp", ("process 7", "process 1", 7, 1)),
+        ("write to pid 7 on b", "tcp", ("process 1", "process 7", 1, 7)),
+        ("write to pid 8 on b and 2 more", "tcp", ("process 1", "pid 8 on b and 2 more", 1, 8)),
+        ("read from pid 7 on elsewhere", "tcp", ("pid 7 on elsewhere", "process 1", 7, 1)),
+        ("read from pid 2 on a name that readers lack", "same host", ("process 2", "process 1", 2, 1)),
+        ("", "", (None, None, None, None)),  # later texts have overwritten it
+    ],
+)
+def test_ends_of_a_transfer_are_labels_where_the_process_is_recorded(detail: str, route: str, ends: object) -> None:
+    made = recording_of({"": [1, 2], "b": [7]}, [])
+    made.processes[0].recorded.events = [_transfer(detail, route)]
+    made.processes[0] = replace(made.processes[0])  # it keeps its events by kind
+    [row] = sql.answer("select source, target, from_pid, to_pid from transfers", made).rows
+    assert row == ends
 
 
 @pytest.mark.skipif(not HAS_CAPTURED_STEPS, reason="captured steps need torch 2.13")
@@ -214,7 +254,8 @@ def test_trace_has_collectives_and_transfers_with_their_data(running: subprocess
         (names[each["pid"]].partition(" (")[0], each["cat"], each["args"]) for each in events
         if each["ph"] == "X" and each.get("args", {}).get("bytes") == BYTES and each["dur"] > 0
     ]  # fmt: skip
+    ends = sorted((name, args["source"], args["target"]) for name, kind, args in found if kind == "transfer")
     zero, one = "gpus 0 of trainers", "gpus 1 of trainers"
+    assert ends == [(one, zero, one), (one, one, zero)]
     collectives = sorted((name, args["dtype"], args["route"]) for name, kind, args in found if kind == "collective")
-    assert [name for name, kind, _ in found if kind == "transfer"] == [one]
     assert collectives == [(zero, "float32", "shm"), (one, "float32", "shm")]

@@ -9,7 +9,7 @@ from monarch_backend import _native
 from monarch_backend._actor.errors import CancelledError
 from monarch_backend._rdma.registrations import Handle
 from monarch_backend._rdma.routes.protocol import AtomicOp, ReadWriteOp
-from monarch_backend._telemetry import kinds, texts
+from monarch_backend._telemetry import kinds, texts, transfer_ends
 
 MIN_BYTES = 64 << 10
 """Bytes from which a transfer is recorded."""
@@ -56,6 +56,5 @@ def begin_copy(route: str, handle: Handle, write: bool, nbytes: int, others: int
     """
     if not _native.is_recording():
         return None
-    more = f" and {others} more" if others else ""
-    detail = f"{'write to' if write else 'read from'} pid {handle.pid} on {handle.host}{more}"
+    detail = transfer_ends.detail_of(write, handle.pid, handle.host, others)
     return Record(_native.monotonic_ns(), route, detail, nbytes)
