@@ -527,14 +527,15 @@ class Job:
     def _wait_for_change(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def query(self, sql: str) -> QueryResult:
+    def query(self, sql: str, *, engine: str = "sqlite") -> QueryResult:
         """Return the answer to a query over what this program and all hosts of the job have recorded.
 
         docs/operate/telemetry.md has the tables. On each host of another machine a process is started that reads there.
-        Hosts that cannot be read are among ``unread`` of the answer, with the reason.
+        Hosts that cannot be read are among ``unread`` of the answer, with the reason. With ``engine="duckdb"`` the
+        query is one of DuckDB, which has to be installed here but not on the hosts.
 
-        Raises QueryError for a wrong query, JobError if the job's file is invalid, and NotImplementedError on systems
-        other than Linux.
+        Raises QueryError for a wrong query, JobError if the job's file is invalid, NotImplementedError on systems
+        other than Linux, and ImportError if DuckDB is not installed.
 
         >>> from monarch_backend.actor import this_proc
         >>> from monarch_backend.job import LocalJob
@@ -544,12 +545,11 @@ class Job:
         """
         # Imported here, because they import numpy and sqlite3.
         from monarch_backend._job.inspection import Inspection
-        from monarch_backend._telemetry.sql import answer
-        from monarch_backend._telemetry.sql_filters import filter_of
+        from monarch_backend._telemetry.sql import ask
 
         self._read()
         with Inspection(self.path, [os.getpid()]) as inspection:
-            return answer(sql, inspection.recording(filter_of(sql)), inspection)
+            return ask(sql, inspection.recording, inspection, engine)
 
     def kill(self) -> None:
         """End all hosts that the job has started, from this program or another one.

@@ -1,4 +1,4 @@
-"""Queries in SQL over what running programs have recorded: SQLite, in memory, read-only and bounded."""
+"""Queries in SQL over what running programs have recorded: SQLite or DuckDB, in memory, read-only and bounded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import sqlite3
 import sys
 import time
 import urllib.parse
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
+from datetime import time as time_of_day
+from decimal import Decimal
 from typing import Any
 
-from monarch_backend._telemetry import program_recording, recording_history, sql_filters
+from monarch_backend._telemetry import duckdb_engine, program_recording, recording_history, sql_filters
 from monarch_backend._telemetry.errors import QueryError
 from monarch_backend._telemetry.program_recording import Recording, Unread
-from monarch_backend._telemetry.sql_tables import COLUMNS, Tables
+from monarch_backend._telemetry.reader import EventFilter
+from monarch_backend._telemetry.sql_tables import COLUMNS, Row, Tables
 from monarch_backend._telemetry.subject import Subject
 
 TIME_LIMIT_S = 10.0
@@ -35,6 +39,9 @@ MAX_ANSWER_BYTES = 64 << 20
 _UNREAD = "not_read"  # table of a saved file: the processes that could not be read
 _STEPS = 10_000  # of SQLite's virtual machine between two looks at the clock
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+
+Filled = dict[str, tuple[Sequence[str], Iterable[Row]]]  # table: its columns and rows
+Selected = tuple[list[str], list[tuple[Any, ...]], bool]  # columns, rows, whether further rows were left out
 
 
 @dataclass(frozen=True)
@@ -96,18 +103,28 @@ class QueryResult:
 def _for_json(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, Decimal):
+        value = float(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, date | time_of_day):
+        return value.isoformat()
+    if isinstance(value, list | tuple):
+        return [_for_json(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _for_json(each) for key, each in value.items()}
+    return value if isinstance(value, str | int | None) else str(value)
 
 
-def query(sql: str, program: str | int | None = None) -> QueryResult:
+def query(sql: str, program: str | int | None = None, *, engine: str = "sqlite") -> QueryResult:
     """Return the answer to a query over what running programs of this user on this machine have recorded.
 
     ``program`` is a pid of any process of the program, or a part of its command. The default is the program of this
     process, or all programs if this process records nothing. The query is one SELECT statement of SQLite. It takes at
-    most 10 seconds, and returns at most 100,000 rows.
+    most 10 seconds, and returns at most 100,000 rows. With ``engine="duckdb"`` it is one of DuckDB.
 
-    Raises `QueryError` for a wrong query, LookupError if there is no such program, and NotImplementedError on systems
-    other than Linux.
+    Raises `QueryError` for a wrong query, LookupError if there is no such program, NotImplementedError on systems
+    other than Linux, and ImportError if DuckDB is not installed.
 
     >>> from monarch_backend.actor import this_proc
     >>> from monarch_backend.telemetry import query, span
@@ -118,19 +135,30 @@ def query(sql: str, program: str | int | None = None) -> QueryResult:
     ['{"shard":3}']
     """
     name = program_recording.of_this_process() if program is None else str(program)
-    return answer(sql, program_recording.read(name, sql_filters.filter_of(sql)))
+    return ask(sql, lambda wanted: program_recording.read(name, wanted), engine=engine)
 
 
-def answer(sql: str, recording: Recording, there: Subject | None = None) -> QueryResult:
+def ask(
+    sql: str, read: Callable[[EventFilter], Recording], there: Subject | None = None, engine: str = "sqlite"
+) -> QueryResult:  # fmt: skip
+    """Return the answer to a query over the recording that ``read`` returns for the events that the query needs.
+
+    Raises QueryError, ValueError for an unknown engine, and ImportError if the engine is not installed.
+    """
+    _check(engine)
+    return answer(sql, read(sql_filters.filter_of(sql, engine=engine)), there, engine)
+
+
+def answer(sql: str, recording: Recording, there: Subject | None = None, engine: str = "sqlite") -> QueryResult:
     """Return the answer to a query over this recording, which has the events of `filter_of`. Raises QueryError.
 
     Logs and stacks are asked of ``there``. Without it they are those of this machine's processes.
     """
-    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        connection.execute("begin")  # else each row is a transaction
-        _fill(connection, set(re.findall(r"\w+", sql.lower())), recording, there)
-        connection.execute("commit")
-        columns, rows, is_truncated = _select(connection, sql)
+    tables, wanted = Tables(recording, there), sql_filters.tables_of(sql, engine)
+    filled: Filled = {
+        table: (columns, tables.rows(table) if table in wanted else ()) for table, columns in COLUMNS.items()
+    }
+    columns, rows, is_truncated = _select(sql, filled, engine)
     processes = [
         ReadProcess(each.pid, each.label, each.recorded.kept, each.recorded.lost) for each in recording.processes
     ]
@@ -147,7 +175,8 @@ def save(recording: Recording, path: str, there: Subject | None = None) -> None:
     try:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
             connection.execute("begin")
-            _fill(connection, COLUMNS, recording, there)
+            tables = Tables(recording, there)
+            _fill(connection, {table: (columns, tables.rows(table)) for table, columns in COLUMNS.items()})
             connection.execute(f"create table {_UNREAD} (text)")
             connection.executemany(f"insert into {_UNREAD} values (?)", [(str(each),) for each in recording.unread])
             connection.execute("commit")
@@ -158,13 +187,15 @@ def save(recording: Recording, path: str, there: Subject | None = None) -> None:
         raise
 
 
-def answer_from(sql: str, path: str) -> QueryResult:
+def answer_from(sql: str, path: str, engine: str = "sqlite") -> QueryResult:
     """Return the answer to a query over a file that `save` has written, or a folder of a `HistoryWriter`.
 
-    Raises QueryError and OSError.
+    Raises QueryError, OSError, and ImportError if the engine is not installed.
     """
+    _check(engine)
     if os.path.isdir(path):
-        return answer(sql, recording_history.read(path, sql_filters.filter_of(sql, wall_offset_ns=0)))
+        recording = recording_history.read(path, sql_filters.filter_of(sql, wall_offset_ns=0, engine=engine))
+        return answer(sql, recording, engine=engine)
     with open(path, "rb"):  # the error of sqlite does not say why
         pass
     name = urllib.parse.quote(os.path.abspath(path))
@@ -178,24 +209,67 @@ def answer_from(sql: str, path: str) -> QueryResult:
             unread = [text for (text,) in connection.execute(f"select text from {_UNREAD}")]
         except sqlite3.Error as error:
             raise OSError(f"{path} is no file of monarch-backend export sqlite: {error}") from None
-        columns, rows, is_truncated = _select(connection, sql)
+        if engine == "sqlite":
+            with _as_query_errors(sql):
+                columns, rows, is_truncated = _select_from(connection, sql)
+        else:
+            wanted = sql_filters.tables_of(sql, engine)
+            saved: Filled = {
+                table: (names, connection.execute(f"select {', '.join(names)} from {table}") if table in wanted else ())
+                for table, names in COLUMNS.items()
+            }
+            columns, rows, is_truncated = _select(sql, saved, engine)
     processes = [ReadProcess(*row) for row in known]
     return QueryResult(columns, rows, processes, unread, is_truncated)
 
 
-def _fill(
-    connection: sqlite3.Connection, wanted: Container[str], recording: Recording, there: Subject | None
-) -> None:  # fmt: skip
-    """Make all tables, and fill those that are wanted."""
-    tables = Tables(recording, there)
-    for table, columns in COLUMNS.items():
+def _check(engine: str) -> None:
+    """Raise ValueError for an unknown engine, and ImportError, with the cure, if it is not installed."""
+    if engine not in ("sqlite", "duckdb"):
+        raise ValueError(f'the engine is "sqlite" or "duckdb", not {engine!r}')
+    if engine == "duckdb":
+        duckdb_engine.require()
+
+
+def _select(sql: str, tables: Filled, engine: str) -> Selected:
+    """Return the answer of an engine to a query over these tables. Raises QueryError."""
+    if engine == "duckdb":
+        with _as_query_errors(sql):
+            return duckdb_engine.select(sql, tables, TIME_LIMIT_S, MAX_ROWS, MAX_ANSWER_BYTES)
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        connection.execute("begin")  # else each row is a transaction
+        _fill(connection, tables)
+        connection.execute("commit")
+        with _as_query_errors(sql):
+            return _select_from(connection, sql)
+
+
+@contextlib.contextmanager
+def _as_query_errors(sql: str) -> Iterator[None]:
+    """Raise QueryError in place of the errors of the engines."""
+    try:
+        yield
+    except QueryError:
+        raise
+    except PermissionError:
+        raise QueryError("a query only reads: it must be one SELECT statement") from None
+    except TimeoutError:
+        raise QueryError(f"the query has taken longer than {TIME_LIMIT_S:g} s: it was ended") from None
+    except MemoryError:
+        raise QueryError("the query takes too much memory: it was ended") from None
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
+        raise QueryError(_explain(error, sql)) from None
+
+
+def _fill(connection: sqlite3.Connection, tables: Filled) -> None:
+    """Make and fill tables."""
+    for table, (columns, rows) in tables.items():
         connection.execute(f"create table {table} ({', '.join(columns)})")
-        if table in wanted:
-            marks = ", ".join("?" * len(columns))
-            connection.executemany(f"insert into {table} values ({marks})", tables.rows(table))
+        marks = ", ".join("?" * len(columns))
+        connection.executemany(f"insert into {table} values ({marks})", rows)
 
 
-def _select(connection: sqlite3.Connection, sql: str) -> tuple[list[str], list[tuple[Any, ...]], bool]:
+def _select_from(connection: sqlite3.Connection, sql: str) -> Selected:
     refused: list[str] = []
 
     def authorize(action: int, *names: str | None) -> int:
@@ -222,14 +296,12 @@ def _select(connection: sqlite3.Connection, sql: str) -> tuple[list[str], list[t
                 return columns, rows, True
             rows.append(row)
         return columns, rows, False
-    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
-        if isinstance(error, QueryError):
-            raise
+    except (sqlite3.Error, sqlite3.Warning):
         if refused:
-            raise QueryError("a query only reads: it must be one SELECT statement") from None
+            raise PermissionError from None
         if time.monotonic() > deadline:
-            raise QueryError(f"the query has taken longer than {TIME_LIMIT_S:g} s: it was ended") from None
-        raise QueryError(_explain(error, sql)) from None
+            raise TimeoutError from None
+        raise
 
 
 def _explain(error: Exception, sql: str) -> str:
@@ -237,9 +309,9 @@ def _explain(error: Exception, sql: str) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     words = set(re.findall(r"\w+", sql.lower()))
     known = [f"{table} has the columns {', '.join(columns)}" for table, columns in COLUMNS.items() if table in words]
-    if "no such table" in text or not known:
+    if "no such table" in text or "Table with name" in text or not known:
         known = [f"the tables are {', '.join(COLUMNS)}"]
     return f"{text.rstrip('.')}; {'; '.join(known)}"
 
 
-__all__ = ["QueryError", "QueryResult", "ReadProcess", "Unread", "answer", "answer_from", "query", "save"]
+__all__ = ["QueryError", "QueryResult", "ReadProcess", "Unread", "answer", "answer_from", "ask", "query", "save"]

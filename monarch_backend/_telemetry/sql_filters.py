@@ -1,7 +1,7 @@
 """The events that a query needs: those that are not needed are not read, nor sent by other hosts.
 
-The filter is a superset, because SQLite applies the query's own conditions to the rows. What is not understood has no
-effect. Kinds follow from the tables that a query names. Pids and times are those of a query with one SELECT of one
+The filter is a superset, because the engine applies the query's own conditions to the rows. What is not understood has
+no effect. Kinds follow from the tables that a query names. Pids and times are those of a query with one SELECT of one
 table, whose WHERE is a chain of AND, in comparisons of a column with a constant.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from monarch_backend._telemetry import stragglers
+from monarch_backend._telemetry import duckdb_engine, stragglers
 from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.reader import NO_KINDS, EventFilter
 from monarch_backend._telemetry.sql_tables import COLUMNS
@@ -86,10 +86,16 @@ _ROWS = {
     "batches": _Rows(Kind.CONTROLLER),
     "recompilations": _Rows(Kind.CONTROLLER),
 }  # fmt: skip
-_ONE_TABLE = {"union", "intersect", "except", "join", "over", "window", "values"}  # words that such a query lacks
+# Words that a query of one table lacks.
+_ONE_TABLE = {"union", "intersect", "except", "join", "over", "window", "values", "qualify"}
 _QUOTES = set('"`[')  # of names, and of texts that look like names
 _END_OF_WHERE = {"group", "order", "limit", "having"}
-_FUNCTIONS = {"unixepoch", "strftime", "julianday", "cast", "as", "integer", "real"}
+_FUNCTIONS = {
+    "sqlite": {"unixepoch", "strftime", "julianday", "cast", "as", "integer", "real"},
+    "duckdb": {"epoch_us", "now"},
+}
+_TABLES_IN_TEXT = {"query", "query_table", "json_execute_serialized_sql"}  # functions of DuckDB
+_OTHER_IN_DUCKDB = re.compile(r"/\*|[\\$\r{#]")  # nested comments, other quotes, structures, numbers of columns
 _TOKEN = re.compile(r"\s+|--[^\n]*|/\*.*?(?:\*/|$)|('(?:[^']|'')*'|[\w.]+|<=|>=|==|!=|<>|\|\||.)", re.DOTALL | re.ASCII)
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "==": "="}
 
@@ -107,7 +113,14 @@ class WantedEvents:
     always: frozenset[Kind] = frozenset()
 
 
-def wanted_by(sql: str) -> WantedEvents:
+def tables_of(sql: str, engine: str = "sqlite") -> list[str]:
+    """Return the tables that a query may read: those whose names are words of it."""
+    words = set(re.findall(r"\w+", sql.lower()))
+    is_dynamic = engine == "duckdb" and words & _TABLES_IN_TEXT
+    return [table for table in COLUMNS if is_dynamic or table in words]
+
+
+def wanted_by(sql: str, engine: str = "sqlite") -> WantedEvents:
     """Return the events that a query needs.
 
     >>> wanted_by("select avg(value) from metrics where pid = 4711 and timestamp_us > 2e15").pids
@@ -116,9 +129,11 @@ def wanted_by(sql: str) -> WantedEvents:
     ['metric', 'step']
     """
     words = set(re.findall(r"\w+", sql.lower()))
-    tables = [table for table in COLUMNS if table in words]
+    tables = tables_of(sql, engine)
     everything = WantedEvents(frozenset[Kind]().union(*(KINDS[table] for table in tables)))
     if len(tables) != 1 or tables[0] not in _ROWS or words & _ONE_TABLE or set(sql) & _QUOTES:
+        return everything
+    if engine == "duckdb" and _OTHER_IN_DUCKDB.search(sql):
         return everything
     table = tables[0]
     tokens = [found[1] for found in _TOKEN.finditer(sql) if found[1]]
@@ -126,19 +141,19 @@ def wanted_by(sql: str) -> WantedEvents:
         return everything  # in names, SQLite takes also what are spaces elsewhere
     if tokens[-1:] == [";"]:
         tokens.pop()
-    columns = _columns_read(sql)
     where = _where(tokens, table)
+    columns = _columns_read(sql) if engine == "sqlite" else _columns_named(tokens, table)
     if where is None or columns is None:
         return everything
-    return _narrowed(everything, table, columns, list(_conditions(where)))
+    return _narrowed(everything, table, columns, list(_conditions(where)), engine)
 
 
-def filter_of(sql: str, wall_offset_ns: int | None = None) -> EventFilter:
+def filter_of(sql: str, wall_offset_ns: int | None = None, engine: str = "sqlite") -> EventFilter:
     """Return the filter with which a reader gets the events that a query needs.
 
     ``wall_offset_ns`` is added to times of events to get those since 1970. The default is that of this machine.
     """
-    wanted = wanted_by(sql)
+    wanted = wanted_by(sql, engine)
     if wall_offset_ns is None:
         wall_offset_ns = time.time_ns() - time.monotonic_ns()
     return EventFilter(
@@ -150,7 +165,11 @@ def filter_of(sql: str, wall_offset_ns: int | None = None) -> EventFilter:
 
 
 def _narrowed(
-    everything: WantedEvents, table: str, columns: set[str], conditions: Sequence[tuple[str, str, list[str]]]
+    everything: WantedEvents,
+    table: str,
+    columns: set[str],
+    conditions: Sequence[tuple[str, str, list[str]]],
+    engine: str,
 ) -> WantedEvents:
     rows = _ROWS[table]
     if columns & rows.of_others:
@@ -158,15 +177,16 @@ def _narrowed(
     always = ACTORS if columns & rows.of_actors else frozenset[Kind]()
     kinds = everything.kinds if rows.kind is None else frozenset({rows.kind})
     since, pids = 0, everything.pids
-    for column, operator, constant in conditions:
-        if column == rows.pid and operator == "=" and isinstance(value := _value(constant), int):
+    for name, operator, constant in conditions:
+        column = name.removeprefix(f"{table}.")
+        if column == rows.pid and operator == "=" and isinstance(value := _value(constant, engine), int):
             pids = frozenset({value}) if pids is None else pids & {value}
         elif column == "timestamp_us" and operator in ("=", ">", ">=") and not columns & rows.of_earlier:
-            value = _value(constant)
+            value = _value(constant, engine)
             if isinstance(value, int | float) and MARGIN_US < value < 1 << 62:
                 since = max(since, int(value) - MARGIN_US)
         elif column == "kind" and table == "events" and operator == "=":
-            value = _value(constant)
+            value = _value(constant, engine)
             named = frozenset(kind for kind in Kind if kind.title == value)  # none if it is of a later release
             kinds = kinds & named or kinds
     return WantedEvents(kinds | always, since, pids, always)
@@ -190,6 +210,22 @@ def _columns_read(sql: str) -> set[str] | None:
         except (sqlite3.Error, sqlite3.Warning, ValueError):
             return None
     return columns
+
+
+def _columns_named(tokens: Sequence[str], table: str) -> set[str] | None:
+    """Return the columns that DuckDB may read for a query of one table, None if another part may read the table too."""
+    lower = [token.lower() for token in tokens]
+    if [name.rpartition(".")[2] for name in lower].count(table) != 1:
+        return None
+    words = {word for token in lower for word in re.findall(r"\w+", token)}
+    columns = set(COLUMNS[table])
+    stars = [lower[max(0, i - 2) : i + 2] for i, token in enumerate(lower) if token == "*"]
+    are_columns = [around[:2] != ["count", "("] and not _is_product(around) for around in stars]
+    return columns if "columns" in words or any(are_columns) else columns & words
+
+
+def _is_product(around: Sequence[str]) -> bool:
+    return bool(re.match(r"[\d)]", around[-3]) and re.match(r"[\d(]", around[-1])) if len(around) == 4 else False
 
 
 def _where(tokens: Sequence[str], table: str) -> list[str] | None:
@@ -237,16 +273,19 @@ def _conditions(tokens: list[str]) -> Iterator[tuple[str, str, list[str]]]:
             continue
         left, operator, right = part[: places[0]], part[places[0]], part[places[0] + 1 :]
         if len(left) == 1:
-            yield left[0].rpartition(".")[2].lower(), operator.replace("==", "="), right
+            yield left[0].lower(), operator.replace("==", "="), right
         if len(right) == 1:
-            yield right[0].rpartition(".")[2].lower(), _FLIPPED[operator].replace("==", "="), left
+            yield right[0].lower(), _FLIPPED[operator].replace("==", "="), left
 
 
-def _value(tokens: list[str]) -> object:
+def _value(tokens: list[str], engine: str) -> object:
     """Return the value of a constant expression: numbers, texts, arithmetic, and the present time. None for others."""
+    known = _FUNCTIONS[engine]
     for token in tokens:
-        if not re.fullmatch(r"\d[\w.]*|'.*'|[-+*/(),]|\|\|", token, re.DOTALL) and token.lower() not in _FUNCTIONS:
+        if not re.fullmatch(r"\d[\w.]*|'.*'|[-+*/(),]|\|\|", token, re.DOTALL) and token.lower() not in known:
             return None
+    if engine == "duckdb":
+        return duckdb_engine.constant(" ".join(tokens))
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         try:
             return connection.execute(f"select {' '.join(tokens)}").fetchone()[0]

@@ -30,13 +30,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ask a file of `monarch-backend export sqlite`, or a folder of `monarch-backend export history`, "
         "in place of running programs",
     )
+    parser.add_argument(
+        "--engine",
+        choices=("sqlite", "duckdb"),
+        default="sqlite",
+        help='whose SQL the query is. "duckdb" needs pip install "monarch_backend[duckdb]" here, not on the hosts',
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer. Return 0, or 1 with one line if the query is wrong or there is no such program."""
     from monarch_backend._job.errors import JobError
-    from monarch_backend._telemetry import sql, sql_filters
+    from monarch_backend._telemetry import sql
     from monarch_backend.cli.subject import look_at
 
     if args.file and args.program:
@@ -44,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _no_collection():
             if args.file:
-                result = sql.answer_from(args.query, args.file)
+                result = sql.answer_from(args.query, args.file, args.engine)
             else:
                 with look_at(args.program) as there:
-                    result = sql.answer(args.query, there.recording(sql_filters.filter_of(args.query)), there)
-    except (sql.QueryError, LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
+                    result = sql.ask(args.query, there.recording, there, args.engine)
+    except (sql.QueryError, ImportError, LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("sql", error)
     if args.json:
         print(json.dumps(result.as_json(), indent=1))
