@@ -1,6 +1,6 @@
 """Benchmark of the recording of what runs: what it costs the hot paths, an event, and a reader.
 
-    python benchmarks/telemetry.py [--starts 5] [--rounds 20] [--only paths events readers queries] [--out FILE]
+    python benchmarks/telemetry.py [--starts 5] [--rounds 20] [--only PART ...] [--out FILE]
     chrt -r 1 python benchmarks/telemetry.py        # on a machine with other load
 
 Paths: the same processes stop and resume the recording, which has the same effect on a path as MONARCH_TELEMETRY. A
@@ -15,6 +15,10 @@ Readers: milliseconds for all processes of a program that has N of them, which n
 Queries: milliseconds of the command `monarch-backend sql` with its start, over 256 real processes, and over a recording
 of 4,096 processes that one program writes (_simulated_recording.py). They have about 50 and 64 events each. The floor
 is a query of no table.
+
+Engines: milliseconds of the same command with --engine, over recordings of simulated processes with 64 events each.
+
+Parts: paths, events, readers, queries, engines.
 """
 
 from __future__ import annotations
@@ -66,6 +70,7 @@ RUNNER = Path(__file__).with_name("_telemetry_runner.py")
 PROGRAM = Path(__file__).with_name("_telemetry_program.py")
 SIMULATED = Path(__file__).with_name("_simulated_recording.py")
 SIMULATED_EVENTS = 64
+PARTS = ["paths", "events", "readers", "queries", "engines"]
 
 Starts = dict[str, list[dict[str, list[float]]]]
 """Case -> for each start the seconds of each round, by state of the recording."""
@@ -263,6 +268,25 @@ QUERIES = {
 """What is asked -> the query."""
 
 
+ENGINE_QUERIES = ["floor: no table", "slowest endpoints", "messages and their actors", "all events by kind"]
+"""Queries of both engines: the keys of `QUERIES`."""
+
+
+def measure_engines(sizes: list[int], repetitions: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of each query, by the size of the simulated program and the engine."""
+    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in ENGINE_QUERIES}
+    for size in sizes:
+        with program_of(size, SIMULATED, str(SIMULATED_EVENTS)) as pid:
+            for _ in range(repetitions):
+                for name in ENGINE_QUERIES:
+                    for engine in ("sqlite", "duckdb"):
+                        call = [sys.executable, "-m", "monarch_backend", "sql", QUERIES[name], str(pid)]
+                        start = time.perf_counter()
+                        subprocess.run([*call, "--engine", engine], capture_output=True, check=True, cwd=ROOT)
+                        found[name][f"{size:,} simulated, {engine}"].append(time.perf_counter() - start)
+    return found
+
+
 def measure_queries(processes: int, simulated: int, repetitions: int) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of each query, by the recording that is asked."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in QUERIES}
@@ -302,10 +326,10 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5, help="starts of new processes for the hot paths")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of each start")
     parser.add_argument("--processes", type=int, nargs="+", default=[16, 256], help="sizes of the program to read")
-    parser.add_argument("--only", nargs="+", choices=("paths", "events", "readers", "queries"))
+    parser.add_argument("--only", nargs="+", choices=PARTS)
     parser.add_argument("--out", type=Path, help="write a page with the tables to this file")
     args = parser.parse_args()
-    parts = args.only or ["paths", "events", "readers", "queries"]
+    parts = args.only or PARTS
     others, sections = Others(), list[str]()
     if "paths" in parts:
         sections.append(f"## Hot paths\n\n{paths_table(measure_paths(args.starts, args.rounds))}")
@@ -317,6 +341,8 @@ def main() -> None:
         sections.append(f"## Readers\n\n{readers_table(measure_readers(args.processes, 7))}")
     if "queries" in parts:
         sections.append(f"## Queries\n\n{queries_table(measure_queries(256, 4096, 3))}")
+    if "engines" in parts:
+        sections.append(f"## Engines of queries\n\n{queries_table(measure_engines([256, 4096], 3))}")
     load = os.getloadavg()[0]
     sections.append(f"- {machine()}; {scheduling()}; load {load:.1f}; {others.note()}")
     text = "\n\n".join(sections)

@@ -13,9 +13,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import duckdb
 
 MAX_MEMORY_BYTES = 1 << 30
 """Memory that a query may take beside that of its tables."""
@@ -116,12 +119,16 @@ def _array(kind: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def _answer(
-    sql: str, tables: dict[str, dict[str, Any]], time_limit_s: float, max_rows: int, max_bytes: int
+    connection: duckdb.DuckDBPyConnection,
+    sql: str,
+    tables: dict[str, dict[str, Any]],
+    time_limit_s: float,
+    max_rows: int,
+    max_bytes: int,
 ) -> tuple[list[str], list[tuple[Any, ...]], bool]:
     """Do `select` in this process, with limits that end it."""
     import duckdb
 
-    connection = duckdb.connect(":memory:", config=_SETTINGS)
     while tables:
         table, arrays = tables.popitem()
         columns = ", ".join(f'"{name}" {column_type(table, name)}' for name in arrays)
@@ -141,7 +148,7 @@ def _answer(
         cursor = connection.execute(sql)
         rows: list[tuple[Any, ...]] = []
         size = 0
-        while found := cursor.fetchmany(1000):
+        while found := cursor.fetchmany(min(1000, max_rows + 1)):
             for row in found:
                 size += sum(map(_size, row))
                 if len(rows) == max_rows or size > max_bytes:
@@ -178,12 +185,17 @@ def _size(value: object) -> int:
 
 
 def _main() -> None:
+    import duckdb
+
+    connection = duckdb.connect(":memory:", config=_SETTINGS)
     try:
-        answer: object = _answer(*pickle.load(sys.stdin.buffer))
+        answer: object = _answer(connection, *pickle.load(sys.stdin.buffer))
     except (ValueError, PermissionError, MemoryError) as error:
         answer = error
     signal.setitimer(signal.ITIMER_REAL, 0)
     pickle.dump(answer, sys.stdout.buffer)
+    sys.stdout.flush()
+    os._exit(0)  # else the rest of a cut answer is awaited
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import re
 import socket
@@ -214,8 +215,11 @@ def ask(path: Path) -> Any:
     with Inspection(made.path) as there:
         programs, unread = there.programs()
     count = threading.active_count()
-    for _ in range(3):
-        result = made.query("select count(*) from processes where label like '%of workers'")
+    has_duckdb = importlib.util.find_spec("duckdb") is not None
+    for engine in ("sqlite", "duckdb" if has_duckdb else "sqlite", "sqlite"):
+        result = made.query("select count(*) from processes where label like '%of workers'", engine=engine)
+        assert result.rows == [(2,)]
+        assert result.unread == [str(each) for each in unread]
     wait_until(lambda: threading.active_count() <= count)  # threads of the last query end a moment later
     return [each.host for each in programs], [str(each) for each in unread], result.rows, result.unread
 

@@ -33,6 +33,7 @@ from monarch_backend._telemetry.sql_filters import filter_of
 from monarch_backend._telemetry.sql_tables import COLUMNS
 from monarch_backend.cli import main
 from monarch_backend.telemetry import QueryError, QueryResult
+from tests.telemetry.engines import each_engine, needs_duckdb
 from tests.telemetry.recordings import recording_of
 from tests.telemetry.traced_program import traced_program
 
@@ -50,8 +51,8 @@ def recording(running: subprocess.Popen[str]) -> Recording:
     return program_recording.read(str(running.pid))
 
 
-def _rows(query: str, recording: Recording) -> list[tuple[Any, ...]]:
-    return sql.answer(query, recording).rows
+def _rows(query: str, recording: Recording, engine: str = "sqlite") -> list[tuple[Any, ...]]:
+    return sql.answer(query, recording, engine=engine).rows
 
 
 def _command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -59,9 +60,11 @@ def _command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@each_engine
 @pytest.mark.parametrize("table", COLUMNS)
-def test_each_table_has_its_columns(table: str, recording: Recording) -> None:
-    result = sql.answer(f"select * from {table}", recording)
+def test_each_table_has_its_columns(table: str, engine: str, recording: Recording) -> None:
+    result = sql.answer(f"select * from {table}", recording, engine=engine)
+    assert engine == "sqlite" or result.rows == _rows(f"select * from {table}", recording)
     assert tuple(result.columns) == COLUMNS[table]
     assert result.rows or table in ("collectives", "transfers", "connections", "batches", "recompilations")
     if "id" in result.columns:
@@ -358,6 +361,23 @@ PUSHED = [
 ]  # fmt: skip
 
 
+@needs_duckdb
+def test_files_are_asked_in_duckdb(recording: Recording, saved: Path, history: Path, tmp_path: Path) -> None:
+    query = "from spans select name, list(duration_us order by id) where pid > 0 group by all order by all"
+    expected = sql.answer(query, recording, engine="duckdb")
+    assert expected.rows
+    for path in (saved, history):
+        found = sql.answer_from(query, str(path), "duckdb")
+        assert (found.rows, found.processes, found.unread) == (expected.rows, expected.processes, expected.unread)
+    wrong = tmp_path / "wrong.sqlite"
+    wrong.write_bytes(saved.read_bytes())
+    with contextlib.closing(sqlite3.connect(wrong)) as file:
+        file.execute("update spans set duration_us = 'a text'")
+        file.commit()
+    with pytest.raises(QueryError, match="a text"):
+        sql.answer_from(query, str(wrong), "duckdb")
+
+
 @pytest.mark.parametrize(("query", "kinds", "of_pids", "of_time", "always"), PUSHED)
 def test_conditions_of_a_query_restrict_what_is_read(
     query: str, kinds: str | None, of_pids: bool, of_time: bool, always: str, recording: Recording, history: Path
@@ -414,13 +434,14 @@ def test_processes_are_those_of_the_program(recording: Recording, running: subpr
     ]
 
 
-def test_actors_have_mesh_rank_and_status(recording: Recording) -> None:
+@each_engine
+def test_actors_have_mesh_rank_and_status(engine: str, recording: Recording) -> None:
     query = """
         select actors.full_name, meshes.full_name, meshes.class, shape_json, status, messages
         from actors join meshes on meshes.id = mesh_id order by 1
     """
     sizes = '{"gpus": 2}'
-    assert _rows(query, recording) == [
+    assert _rows(query, recording, engine) == [
         ("napper[0]", "trainers/napper", "Napper", sizes, "idle", 3),
         ("napper[1]", "trainers/napper", "Napper", sizes, "idle", 3),
         ("victim[0]", "victims/victim", "Worker", '{"victims": 1}', "failed", 1),
@@ -428,26 +449,32 @@ def test_actors_have_mesh_rank_and_status(recording: Recording) -> None:
         ("worker[1]", "trainers/worker", "Worker", sizes, "processing", 8),
     ]
     parents = "select a.given_name, b.class from meshes a join meshes b on a.parent_mesh_id = b.id order by 1"
-    assert _rows(parents, recording) == [(name, "ProcMesh") for name in ("napper", "victim", "worker")]
+    assert _rows(parents, recording, engine) == [(name, "ProcMesh") for name in ("napper", "victim", "worker")]
     statuses = "select new_status from actor_status_events where actor_id = (select id from actors where full_name = ?)"
-    assert _rows(statuses.replace("?", "'worker[1]'"), recording) == [("initializing",), ("idle",), ("processing",)]
+    assert _rows(statuses.replace("?", "'worker[1]'"), recording, engine) == [
+        ("initializing",),
+        ("idle",),
+        ("processing",),
+    ]
 
 
-def test_messages_join_with_what_was_sent(recording: Recording) -> None:
+@each_engine
+def test_messages_join_with_what_was_sent(engine: str, recording: Recording) -> None:
     query = """
         select sender.full_name, receiver.full_name, endpoint, messages.status, from_pid = sender.pid
         from messages join actors receiver on receiver.id = to_actor_id join actors sender on sender.id = from_actor_id
     """
-    assert _rows(query, recording) == [("worker[0]", "worker[1]", "step", "complete", 1)]
+    assert _rows(query, recording, engine) == [("worker[0]", "worker[1]", "step", "complete", 1)]
     by_status = "select endpoint, status, count(*) from messages where actor = 'worker' group by 1, 2 order by 1, 2"
-    assert _rows(by_status, recording) == [
+    assert _rows(by_status, recording, engine) == [
         ("hang", "active", 1), ("raises", "error", 1), ("relay", "complete", 1), ("step", "complete", 11),
     ]  # fmt: skip
-    [(least, most)] = _rows("select min(queued_us), max(duration_us) from messages where endpoint = 'step'", recording)
+    [(least, most)] = _rows(
+        "select min(queued_us), max(duration_us) from messages where endpoint = 'step'", recording, engine
+    )
     assert least >= 0 and 0 < most < 60e6
-    assert _rows("select handled, count(*) from sent_messages where endpoint = 'step' group by 1", recording) == [
-        (1, 1), (2, 5),
-    ]  # fmt: skip
+    handled = "select handled, count(*) from sent_messages where endpoint = 'step' group by 1 order by 1"
+    assert _rows(handled, recording, engine) == [(1, 1), (2, 5)]
 
 
 def test_status_events_of_a_message_are_in_order(recording: Recording) -> None:
@@ -478,11 +505,13 @@ def test_spans_have_parents_attributes_and_actors(recording: Recording) -> None:
     ]  # fmt: skip
 
 
-def test_metrics_have_values_and_sums(recording: Recording) -> None:
-    query = "select instrument, max(total), sum(value), attributes from metrics where name = 'samples' group by pid"
-    assert sorted(_rows(query, recording)) == [("counter", n, n, '{"split":"train"}') for n in (40, 48)]
-    query = "select instrument, count(value), count(total) from metrics where name = 'loss'"
-    assert _rows(query, recording) == [("gauge", 9, 0)]  # SQL has NULL for values that are not numbers
+@each_engine
+def test_metrics_have_values_and_sums(engine: str, recording: Recording) -> None:
+    values = "min(instrument), max(total), sum(value), min(attributes)"
+    query = f"select {values} from metrics where name = 'samples' group by pid"
+    assert sorted(_rows(query, recording, engine)) == [("counter", n, n, '{"split":"train"}') for n in (40, 48)]
+    query = "select min(instrument), count(value), count(total) from metrics where name = 'loss'"
+    assert _rows(query, recording, engine) == [("gauge", 9, 0)]  # SQL has NULL for values that are not numbers
 
 
 def test_logs_are_the_kept_output(recording: Recording) -> None:
@@ -495,8 +524,9 @@ def test_stacks_are_read_now(recording: Recording) -> None:
     assert rows[0][2].endswith("traced_program.py")
 
 
-def test_answer_names_what_was_read_and_what_not(recording: Recording) -> None:
-    result = sql.answer("select 1", recording)
+@each_engine
+def test_answer_names_what_was_read_and_what_not(engine: str, recording: Recording) -> None:
+    result = sql.answer('select 1 as "1"', recording, engine=engine)
     assert [each.label for each in result.processes][1:] == [
         "gpus 0 of trainers",
         "gpus 1 of trainers",
@@ -504,7 +534,7 @@ def test_answer_names_what_was_read_and_what_not(recording: Recording) -> None:
     ]
     assert result.unread == [] and not result.is_truncated and list(result) == [{"1": 1}]
     partial = Recording(recording.programs, [], [Unread(7, "", "gone")], recording.now_ns, 0)
-    assert sql.answer("select count(*) from events", partial).unread == ["pid 7: gone"]
+    assert sql.answer("select count(*) from events", partial, engine=engine).unread == ["pid 7: gone"]
 
 
 WRITES = [
@@ -532,6 +562,23 @@ def test_query_that_does_more_than_read_is_refused(query: str, recording: Record
         sql.answer(query, recording)
 
 
+@needs_duckdb
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        ("select wrong from actors", '"wrong" not found in FROM clause!'),
+        ("select wrong from actors", "; actors has the columns id, timestamp_us, mesh_id, rank"),
+        ("select * from wrong", "name wrong does not exist!"),
+        ("select * from wrong", "; the tables are actors, actor_status_events, meshes"),
+        ("selec 1", 'at or near "selec"; the tables are'),
+    ],
+)
+def test_wrong_query_in_duckdb_is_one_line_with_the_columns(query: str, text: str, recording: Recording) -> None:
+    with pytest.raises(QueryError) as caught:
+        sql.answer(query, recording, engine="duckdb")
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("query", "text"),
     [
@@ -554,15 +601,19 @@ def test_wrong_query_is_one_line_with_the_columns(query: str, text: str, recordi
 ENDLESS = "with recursive n(x) as (select 1 union all select x + 1 from n) select {} from n"
 
 
-def test_long_query_is_ended(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_engine
+def test_long_query_is_ended(engine: str, recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "TIME_LIMIT_S", 0.05)
     with pytest.raises(QueryError, match=r"longer than 0\.05 s"):
-        sql.answer(ENDLESS.format("count(*)"), recording)
+        sql.answer(ENDLESS.format("count(*)"), recording, engine=engine)
 
 
-def test_answer_has_a_bounded_number_of_rows(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_engine
+def test_answer_has_a_bounded_number_of_rows(
+    engine: str, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     monkeypatch.setattr(sql, "MAX_ROWS", 10)
-    result = sql.answer(ENDLESS.format("x"), recording)
+    result = sql.answer(ENDLESS.format("x"), recording, engine=engine)
     assert [row["x"] for row in result] == list(range(1, 11)) and result.is_truncated
 
 
@@ -586,6 +637,18 @@ def test_command_prints_a_table_or_json(running: subprocess.Popen[str]) -> None:
     assert found["not_read"] == [] and found["truncated"] is False
     wrong = _command("select wrong from spans", str(running.pid))
     assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
+
+
+@needs_duckdb
+def test_command_asks_duckdb(running: subprocess.Popen[str]) -> None:
+    query = "select list(label order by label)[:2] as labels, make_timestamp(0) as at from processes where pid > 1"
+    found = json.loads(_command(query, str(running.pid), "--engine", "duckdb", "--json").stdout)
+    assert found["rows"] == [[["gpus 0 of trainers", "gpus 1 of trainers"], "1970-01-01T00:00:00"]]
+    assert len(found["processes"]) == 4 and found["not_read"] == []
+    done = _command(query, str(running.pid), "--engine", "duckdb")
+    assert done.stdout.splitlines()[1].split() == ["['gpus", "0", "of", "trainers',", "'gpus", "1", "of", "trainers']",
+                                                   "1970-01-01", "00:00:00"]  # fmt: skip
+    assert done.stderr == "(1 rows; 4 processes read)\n"
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -678,10 +741,12 @@ def test_process_that_records_nothing_is_named_as_unread(running: subprocess.Pop
     assert len(recording.processes) == 4
 
 
-def test_large_answer_is_cut(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_engine
+def test_large_answer_is_cut(engine: str, recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "MAX_ANSWER_BYTES", 10_000)
     numbers = "with recursive c(x) as (select 1 union all select x + 1 from c where x < 1000)"
-    result = sql.answer(f"{numbers} select printf('%.1000c', 'x') from c", recording)
+    text = "printf('%.1000c', 'x')" if engine == "sqlite" else "repeat('x', 1000)"
+    result = sql.answer(f"{numbers} select {text} from c", recording, engine=engine)
     assert len(result.rows) == 10 and result.is_truncated
 
 
