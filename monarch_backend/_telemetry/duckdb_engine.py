@@ -173,7 +173,9 @@ def _limit(seconds: float) -> None:
 
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = used + MAX_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _size(value: object) -> int:

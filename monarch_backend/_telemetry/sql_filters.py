@@ -87,7 +87,7 @@ _ROWS = {
     "recompilations": _Rows(Kind.CONTROLLER),
 }  # fmt: skip
 # Words that a query of one table lacks.
-_ONE_TABLE = {"union", "intersect", "except", "join", "over", "window", "values", "qualify"}
+_ONE_TABLE = {"union", "intersect", "except", "join", "over", "window", "values"}
 _QUOTES = set('"`[')  # of names, and of texts that look like names
 _END_OF_WHERE = {"group", "order", "limit", "having"}
 _FUNCTIONS = {
