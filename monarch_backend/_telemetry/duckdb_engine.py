@@ -113,7 +113,7 @@ def _arrays(table: str, columns: Sequence[str], rows: Iterable[tuple[Any, ...]])
 def _array(kind: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
     if kind == "VARCHAR":
         return np.array(values, dtype=object)
-    is_null = [value is None or value != value for value in values]  # as SQLite, which has no NaN
+    is_null = [value is None for value in values]  # and NaN, as in SQLite
     numbers = [0 if null else value for null, value in zip(is_null, values, strict=True)]
     return np.ma.masked_array(np.array(numbers, dtype=np.int64 if kind == "BIGINT" else np.float64), mask=is_null)
 

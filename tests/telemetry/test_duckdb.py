@@ -144,7 +144,7 @@ SUPERSETS = [
     "select columns('pid') from steps where pid = 12 order by all",
     "select count(*) from steps where [x for x in [1] if x = 1 and pid = 12] is not null",
     "select count(*) from steps where case when pid = 11 and pid = 12 then 0 else 1 end = 1",
-    "select count(*) from steps where {'x': number > 0 and pid = 12} is not null",
+    "select count(*) from steps where {'x': number > 0 and pid = 12 and 1 = 1} is not null",
     "select count(*) from steps where pid = 12 and not exists (table steps limit 1 offset 20)",
     "select count(*) from steps where not pid = 12",
     "select count(*) from steps where pid = 12 is not null",
