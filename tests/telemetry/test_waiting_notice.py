@@ -255,7 +255,7 @@ def test_wait_for_a_decorated_endpoint_or_a_constructor_names_its_line(
     case: str, mark: str, function: str, tmp_path: Path
 ) -> None:
     line = _line_of(tmp_path, case, "worker.step of")
-    assert line.count(f"train.py:{_line(mark)} in {function} (time.sleep(1000)") == 3
+    assert _ranks_at(line, rf"train\.py:{_line(mark)} in {function} \(time\.sleep\(1000\)") == 3
 
 
 @pytest.mark.slow
@@ -277,7 +277,7 @@ def test_wait_for_an_actor_that_waits_names_both(tmp_path: Path) -> None:
     lines = "".join(found)
     assert re.search(
         r"worker\.ask of trainers has waited 1 s for rank 0 of 3 \(gpus 0, pid \d+\): "
-        rf"it is at .*train\.py:{_line('C')} in ask .*, running ask for 1 s, and waits for worker\.lock for 1 s",
+        rf"it is at .*train\.py:{_line('C')} in ask .*, running ask for \d s, and waits for worker\.lock for \d s",
         lines,
     )
     assert re.search(
@@ -304,11 +304,18 @@ def test_wait_for_a_rank_in_a_collective_names_the_late_ranks(tmp_path: Path) ->
     )
 
 
+def _ranks_at(line: str, place: str) -> int:
+    """Return the number of ranks at a place. Those with equal texts are folded; their durations may differ."""
+    found = re.findall(rf"\(gpus [\d, -]+, pids? ([\d, ]+)\): (?:(?!\(gpus).)*?{place}", line)
+    return len(", ".join(found).split(", "))
+
+
 @pytest.mark.slow
 def test_wait_for_several_ranks_names_each(tmp_path: Path) -> None:
     line = _line_of(tmp_path, "several", "worker.lock of")
-    assert line.startswith("worker.lock of trainers has waited 1 s for 3 of 3 ranks (gpus 0-2): (gpus 0, pid ")
-    assert line.count(f"train.py:{_line('B')} in lock") == 3
+    assert line.startswith("worker.lock of trainers has waited 1 s for 3 of 3 ranks (gpus 0-2): (gpus 0")
+    assert _ranks_at(line, rf"train\.py:{_line('B')} in lock") == 3
+    assert line.count("train.py") < 3 or len(set(re.findall(r"for \d s", line))) > 1
 
 
 @pytest.mark.slow
@@ -321,7 +328,7 @@ def test_wait_for_a_stopped_process_names_its_state(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_wait_for_a_controllers_worker_in_a_collective_names_its_line(tmp_path: Path) -> None:
     line = _line_of(tmp_path, "controller", "in all_reduce #")
-    assert len(re.findall(r"the call is queued behind run, which runs for \d s; it is at ", line)) == 2
+    assert _ranks_at(line, r"the call is queued behind run, which runs for \d s; it is at ") == 2
     assert "which rank 2 (pid " in line and "between two lines" not in line
 
 

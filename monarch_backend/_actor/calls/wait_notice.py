@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._core import env
 from monarch_backend._core.extension_points import extension
 from monarch_backend._core.limits import start_thread, within
+from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.rank_text import ranks_in_words
 from monarch_backend._transport.tokens import host_of
 
@@ -112,8 +113,15 @@ def describe(what: Any, timeout: float) -> str:
     core = what.core
     if len(missing) == 1:
         [(rank, peer)] = missing
-        return f"rank {rank} of {total if total > 1 else len(core.extent)} {facts.of_rank(rank, peer)}"
-    places = [facts.of_rank(rank, peer) for rank, peer in missing[:MAX_SHOWN]]
+        host, pid, place = facts.of_rank(rank, peer)
+        return (
+            f"rank {rank} of {total if total > 1 else len(core.extent)} {_at(core.extent, host, place, [(rank, pid)])}"
+        )
+    ranks_at: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for rank, peer in missing[:MAX_SHOWN]:
+        host, pid, place = facts.of_rank(rank, peer)
+        ranks_at[host, place].append((rank, pid))
+    places = [_at(core.extent, host, place, those) for (host, place), those in ranks_at.items()]
     more = f"; and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
     words = ranks_in_words(core.extent, [rank for rank, _ in missing])
     return f"{len(missing)} of {total} ranks ({words}): {'; '.join(places)}{more}"
@@ -157,27 +165,32 @@ class _Facts:
             for (rank, _), text in zip(those, answers.get(host) or [silent] * len(those), strict=True)
         }
 
-    def of_rank(self, rank: int, peer: Peer) -> str:
-        """Return "(gpus 3, pid 123): it is at ..."."""
-        extent, me = self._what.core.extent, self._runtime.router.me
-        where = [ranks_in_words(extent, [rank])] if extent.labels else []
+    def of_rank(self, rank: int, peer: Peer) -> tuple[str, int, str]:
+        """Return the host if it is another one, the pid or 0, and "it is at ...". What is not known is empty."""
+        me = self._runtime.router.me
         if not self._is_here(peer):
-            where.append(f"host {self._runtime.hosts.name_of(peer.token)}")
-            text = f"({', '.join([*where, *_pid(peer.pid)])})"
-            return f"{text}: {self._elsewhere[rank]}" if rank in self._elsewhere else text
+            return self._runtime.hosts.name_of(peer.token), peer.pid, self._elsewhere.get(rank, "")
         process = self._recorded.get(peer.identity)
-        pid = self._runtime.pid if peer is me else peer.pid if process is None else process.pid
-        text = f"({', '.join([*where, *_pid(pid)])})"
         if process is None:
-            return f"{text}: its process has not started" if peer.expected and peer.link < 0 else text
+            has_started = peer is me or not peer.expected or peer.link >= 0
+            return (
+                "",
+                self._runtime.pid if peer is me else peer.pid,
+                "" if has_started else "its process has not started",
+            )
         from monarch_backend._telemetry import late_ranks, whereabouts
 
         place = whereabouts.describe(process, self._call(rank), max(0.05, self._end - time.monotonic()))
-        return f"{text}: {place}{late_ranks.collective_of(process, me.identity)}"
+        return "", process.pid, place + late_ranks.collective_of(process, me.identity)
 
 
-def _pid(pid: int) -> list[str]:
-    return [f"pid {pid}"] if pid else []
+def _at(extent: Extent, host: str, place: str, ranks: Sequence[tuple[int, int]]) -> str:
+    """Return "(gpus 2-3, pids 123, 124): it is at ..." for ranks at one place, with their pids."""
+    where = [ranks_in_words(extent, [rank for rank, _ in ranks])] if extent.labels else []
+    where += [f"host {host}"] if host else []
+    pids = [str(pid) for _, pid in ranks if pid]
+    where += [f"pid{'s' * (len(pids) > 1)} {', '.join(pids)}"] if pids else []
+    return f"({', '.join(where)})" + (f": {place}" if place else "")
 
 
 def _call_name(what: Any) -> str:
