@@ -30,6 +30,7 @@ CLIENTS = {
     "open_mpi": ["openmpi"],
     "ray": ["ray[train]"],
     "ray_job": ["ray"],
+    "ray_resize": ["ray"],
     "skypilot": ["skypilot"],
     "torchmetrics": ["torchmetrics"],
     "torchtitan": ["torchtitan", "triton"],  # its models import triton

@@ -1,12 +1,14 @@
 """`RayJob`: hosts on the nodes of a Ray cluster that exists. Each host is the child of a Ray actor.
 
-The actors are in one placement group. Ray restarts an actor whose node is lost on another node, and the host then has a
-new address. Ray carries the job's secret to the actors. All other messages and tensors take this package's connections.
+The actors are in bundles of placement groups (`ray_placement`). Ray restarts an actor whose node is lost on another
+node, and the host then has a new address. Ray carries the job's secret to the actors. All other messages and tensors
+take this package's connections.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -16,14 +18,25 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from monarch_backend._core.errors import first_line
 from monarch_backend._core.limits import within
-from monarch_backend._job.base import Plan, check_host_count, check_mesh_name
+from monarch_backend._job import state_file
+from monarch_backend._job.base import Plan, check_host_count, check_mesh_name, read_job_secret
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS, Launch
+from monarch_backend._job.ray_placement import (
+    Group,
+    Place,
+    check_can_add,
+    create_group,
+    find_groups,
+    misplaced,
+    selector_beside,
+)
 from monarch_backend._job.scheduled import NotRemovedError, Replica, ScheduledJob
 from monarch_backend._job.state_file import JobFile
 
@@ -103,6 +116,11 @@ class RayJob(ScheduledJob):
     ``runtime_env`` is Ray's, and must have this package. The hosts run until `kill`. With ``tether`` they also end with
     the program that has started them, even if it is killed.
 
+    `resize` gives each added host a placement group of its own. Its resources are free again when it ends. The hosts of
+    `apply` share one group, whose resources stay reserved until `kill`. STRICT_SPREAD and STRICT_PACK hold for added
+    hosts, too, and need Ray 2.49 for that. SPREAD and PACK do not apply to them. Only the program that has applied a
+    job with ``tether`` adds hosts to it. Others get JobError.
+
     Needs the package ray. Messages between hosts are encrypted, but Ray carries the job's secret to them. Use a cluster
     that only trusted users reach, or give it Ray's TLS.
 
@@ -112,6 +130,9 @@ class RayJob(ScheduledJob):
     >>> job = RayJob({"trainers": 2}, resources_per_host={"CPU": 8, "GPU": 8})
     >>> [str(host) for host in job.status()]
     ['trainers[0]: not started', 'trainers[1]: not started']
+    >>> job.resize("trainers", 3)
+    >>> len(job.status())
+    3
     """
 
     kind: ClassVar[str] = "ray"
@@ -139,8 +160,6 @@ class RayJob(ScheduledJob):
         return self._meshes
 
     def _set_size(self, mesh: str, count: int) -> None:
-        if self.active:
-            raise JobError("a RayJob cannot be resized while it runs: its placement group has a fixed size")
         self._meshes[mesh] = count
 
     def _description(self) -> dict[str, Any]:
@@ -191,7 +210,7 @@ class RayJob(ScheduledJob):
     def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:
         ray, is_given_up = self._ray(), threading.Event()
         try:
-            self._within(CLUSTER_TIMEOUT_S, lambda: self._start_actors(ray, file, secret, is_given_up))
+            driver = self._within(CLUSTER_TIMEOUT_S, lambda: self._start_actors(ray, file, secret, is_given_up))
         except BaseException as error:
             is_given_up.set()
             try:
@@ -203,23 +222,24 @@ class RayJob(ScheduledJob):
             if isinstance(error, JobError):
                 raise JobError(f"Ray refuses job {self.name!r}: {first_line(error.__cause__ or error)}") from error
             raise
-        return {"placement_group": _group_name(file)}
+        return {"placement_group": _group_name(file), "meshes": dict(self._meshes), "driver": driver}
 
-    def _start_actors(self, ray: Any, file: JobFile, secret: bytes, is_given_up: threading.Event) -> None:
-        group = ray.util.placement_group(
-            [dict(self._resources)] * len(self._plans()), self._strategy, name=_group_name(file),
-            lifetime=self._lifetime,
-        )  # fmt: skip
+    def _start_actors(self, ray: Any, file: JobFile, secret: bytes, is_given_up: threading.Event) -> str:
+        plans = self._plans()
+        group = create_group(ray, _group_name(file), [self._resources] * len(plans), self._strategy, self._lifetime)
+        for bundle, plan in enumerate(plans):
+            if is_given_up.is_set():  # Ray has answered too late
+                ray.util.remove_placement_group(group)
+                break
+            self._start_actor(ray, file, secret, plan, group, bundle)
+        return _driver(ray)
+
+    def _start_actor(self, ray: Any, file: JobFile, secret: bytes, plan: Plan, group: Any, bundle: int) -> None:
         # Ray warns that an actor ends with its placement group, which is intended here.
         with _without_warnings("ray.actor"):
-            for bundle, plan in enumerate(self._plans()):
-                if is_given_up.is_set():  # Ray has answered too late
-                    ray.util.remove_placement_group(group)
-                    return
-                actor_class = self._actor_class(ray, _actor_name(file, plan), group, bundle)
-                actor = actor_class.remote(plan.label, secret.hex())
-                if self._tether:
-                    _tethered.append(actor)
+            actor = self._actor_class(ray, _actor_name(file, plan), group, bundle).remote(plan.label, secret.hex())
+        if self._tether:
+            _tethered.append(actor)
 
     @property
     def _lifetime(self) -> str | None:
@@ -242,32 +262,70 @@ class RayJob(ScheduledJob):
         return self._within(CLUSTER_TIMEOUT_S, lambda: self._replicas(ray, file))
 
     def _replicas(self, ray: Any, file: JobFile) -> Sequence[Replica]:
-        group = _group(ray, file)
-        if group is None:
+        groups = find_groups(ray, _group_name(file))
+        if _group_name(file) not in groups:
             return [
                 Replica(p.mesh, p.index, "gone", reason="its placement group was removed", is_final=True)
                 for p in self._plans()
             ]
-        if group[1] == "PENDING":
-            reason = f"{group[2]}: each host takes {self._resources} with {self._strategy}, and {_free(ray)}"
-            return [_pending(plan, reason) for plan in self._plans()]
-        restart = "its Ray actor restarts"
-        if group[1] == "RESCHEDULING":
-            restart = f"its node was lost: it takes {self._resources} of another node, and {_free(ray)}"
+        places = self._places(file, groups)
+        free = functools.cache(lambda: _free(ray))
         asked: dict[Any, Plan] = {}
         found: list[Replica] = []
-        for plan, actor in self._actors(ray, file):
-            if actor is None:
+        for plan, actor in self._actors(ray, self._plans(), file):
+            place = places.get(plan.label)
+            if place is None:
+                found.append(_misplaced(plan, "it has no placement group yet"))
+            elif place.group.state == "PENDING":
+                found.append(_pending(plan, self._why_pending(place.group, free())))
+            elif actor is None:
                 found.append(Replica(plan.mesh, plan.index, "gone", reason="its Ray actor has ended", is_final=True))
             else:
                 asked[actor.info.remote()] = plan
         answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S) if asked else ([], [])
-        found += [_pending(asked[each], "its Ray actor starts") for each in late]
-        return [*found, *(_answer(ray, each, asked[each], restart) for each in answered)]
+        lost = f"its node was lost: it takes {self._resources} of another node"
+        for each in late:
+            is_lost = places[asked[each].label].is_lost
+            found.append(_pending(asked[each], f"{lost}, and {free()}" if is_lost else "its Ray actor starts"))
+        for each in answered:
+            is_lost = places[asked[each].label].group.state == "RESCHEDULING"
+            restart = f"{lost}, and {free()}" if is_lost else "its Ray actor restarts"
+            found.append(_answer(ray, each, asked[each], restart))
+        first = groups[_group_name(file)]
+        own = [label for label, place in places.items() if place.group is not first]
+        return self._without_misplaced(file, found, places, own)
 
-    def _actors(self, ray: Any, file: JobFile) -> Iterator[tuple[Plan, Any]]:
-        """Yield the actor of each host, None where Ray has none."""
+    def _why_pending(self, group: Group, free: str) -> str:
+        return f"{group.scheduling}: each host takes {self._resources} with {self._strategy}, and {free}"
+
+    def _places(self, file: JobFile, groups: Mapping[str, Group]) -> dict[str, Place]:
+        """Return the bundle of each host that has one, by the host's label."""
+        applied = [Plan(mesh, index, "", ()) for mesh, n in _applied_meshes(file).items() for index in range(n)]
+        bundles = {plan.label: number for number, plan in enumerate(applied)}
+        places = {}
         for plan in self._plans():
+            if (own := groups.get(_actor_name(file, plan))) is not None:
+                places[plan.label] = Place(own, 0)
+            elif plan.label in bundles and (group := groups.get(_group_name(file))) is not None:
+                places[plan.label] = Place(group, bundles[plan.label])
+        return places
+
+    def _without_misplaced(
+        self, file: JobFile, found: Sequence[Replica], places: Mapping[str, Place], own: Sequence[str]
+    ) -> list[Replica]:  # fmt: skip
+        """Return the replicas, where those in a wrong place are `_Misplaced`."""
+        known = {each.incarnation for each in file.hosts}
+        labels = {f"{each.mesh}[{each.index}]": each for each in found}
+        kept = [label for label, each in labels.items() if each.incarnation and each.incarnation in known]
+        wrong = misplaced(self._strategy, places, own, kept)
+        return [
+            _Misplaced(each.mesh, each.index, "pending", reason=wrong[label]) if label in wrong else each
+            for label, each in labels.items()
+        ]
+
+    def _actors(self, ray: Any, plans: Sequence[Plan], file: JobFile) -> Iterator[tuple[Plan, Any]]:
+        """Yield the actor of each host, None where Ray has none."""
+        for plan in plans:
             try:
                 yield plan, ray.get_actor(_actor_name(file, plan), namespace=NAMESPACE)
             except ValueError:
@@ -275,22 +333,116 @@ class RayJob(ScheduledJob):
 
     def _remove(self, file: JobFile) -> None:
         ray = self._ray()
-        self._within(CLUSTER_TIMEOUT_S + 2 * END_TIMEOUT_S, lambda: self._end_actors(ray, file))
+        self._within(CLUSTER_TIMEOUT_S + 2 * END_TIMEOUT_S, lambda: self._end_job(ray, file))
 
-    def _end_actors(self, ray: Any, file: JobFile) -> None:
-        actors = [actor for _, actor in self._actors(ray, file) if actor is not None]
+    def _end_job(self, ray: Any, file: JobFile) -> None:
+        # The plans of the file, because another program may have resized the job.
+        sizes = dict(file.description["meshes"])
+        self._end_actors(ray, file, [Plan(mesh, index, "", ()) for mesh, n in sizes.items() for index in range(n)])
+        for group in find_groups(ray, _group_name(file)).values():
+            ray.util.remove_placement_group(group.handle)
+
+    def _end_actors(self, ray: Any, file: JobFile, plans: Sequence[Plan]) -> None:
+        """End these hosts, remove their own placement groups, and return when Ray has no actor of them."""
+        actors = [actor for _, actor in self._actors(ray, plans, file) if actor is not None]
         ends = [each.end.remote() for each in actors]
         if ends:
             ray.wait(ends, num_returns=len(ends), timeout=END_TIMEOUT_S)
         for each in actors:
             ray.kill(each, no_restart=True)
-        if (group := _group(ray, file)) is not None:
-            ray.util.remove_placement_group(group[0])
+        groups = find_groups(ray, _group_name(file))
+        for plan in plans:
+            if (group := groups.get(_actor_name(file, plan))) is not None:
+                ray.util.remove_placement_group(group.handle)
         until = time.monotonic() + END_TIMEOUT_S
-        while left := [plan.label for plan, actor in self._actors(ray, file) if actor is not None]:
+        while left := [plan.label for plan, actor in self._actors(ray, plans, file) if actor is not None]:
             if time.monotonic() > until:
                 raise JobError(f"not ended: {', '.join(left)}")
             time.sleep(0.05)
+
+    # ---- resizing
+
+    def _scale(self, file: JobFile, mesh: str, count: int) -> None:
+        """End the hosts of a mesh from index ``count`` on. Raises JobError if Ray cannot add the missing ones."""
+        if not file.submitted:
+            raise JobError(f"job {self.name!r} is not submitted in whole: end it by kill(), and apply it again")
+        ray, before = self._ray(), int(file.description["meshes"][mesh])
+        if count > before:
+            check_can_add(ray, self._strategy)
+            if not self._can_start_hosts(ray, file):
+                raise JobError(
+                    f"job {self.name!r} is tethered: only the program that has applied it adds hosts, because they end "
+                    "with it. Resize it there"
+                )
+        surplus = [Plan(mesh, index, "", ()) for index in range(count, before)]
+        if surplus:
+            self._within(CLUSTER_TIMEOUT_S + 2 * END_TIMEOUT_S, lambda: self._end_actors(ray, file, surplus))
+
+    def _can_start_hosts(self, ray: Any, file: JobFile) -> bool:
+        """Return whether this program starts hosts. Those of a tethered job end with the program that does."""
+        return not self._tether or self._within(CLUSTER_TIMEOUT_S, lambda: _driver(ray)) == file.submitted["driver"]
+
+    def _start_missing(self, file: JobFile, plans: Sequence[Plan], until: float) -> None:  # noqa: ARG002
+        """Start an actor for each host that has none, in the bundle of a host that was removed or in a new group."""
+        ray = self._ray()
+        if self._can_start_hosts(ray, file):
+            self._start_more(file, lambda secret, is_given_up: self._start_absent(ray, file, secret, is_given_up))
+
+    def _correct(self, file: JobFile, replicas: Sequence[Replica], until: float) -> None:
+        if not any(isinstance(each, _Misplaced) for each in replicas):
+            return
+        ray = self._ray()
+        if not self._can_start_hosts(ray, file):
+            return
+        with state_file.locked(self.path, "apply", until):
+            current = self._read()
+            if current is not None and current.id == file.id:
+                self._start_more(
+                    current, lambda secret, is_given_up: self._place_anew(ray, current, secret, is_given_up)
+                )
+
+    def _start_more(self, file: JobFile, call: Callable[[bytes, threading.Event], None]) -> None:
+        secret = read_job_secret(self.name, Path(file.secret_file), is_own=file.own_secret)
+        is_given_up = threading.Event()
+        try:
+            self._within(CLUSTER_TIMEOUT_S + 2 * END_TIMEOUT_S, lambda: call(secret, is_given_up))
+        except BaseException:
+            is_given_up.set()
+            raise
+
+    def _start_absent(self, ray: Any, file: JobFile, secret: bytes, is_given_up: threading.Event) -> None:
+        groups = find_groups(ray, _group_name(file))
+        places = self._places(file, groups)
+        for plan in [plan for plan, actor in self._actors(ray, self._plans(), file) if actor is None]:
+            if (place := places.get(plan.label)) is None:
+                self._add_host(ray, file, secret, plan, is_given_up)
+            elif not is_given_up.is_set():
+                self._start_actor(ray, file, secret, plan, place.group.handle, place.bundle)
+
+    def _place_anew(self, ray: Any, file: JobFile, secret: bytes, is_given_up: threading.Event) -> None:
+        """Give hosts in a wrong place a placement group of their own. A bundle of the first group stays reserved."""
+        wrong = {(each.mesh, each.index) for each in self._replicas(ray, file) if isinstance(each, _Misplaced)}
+        plans = [plan for plan in self._plans() if (plan.mesh, plan.index) in wrong]
+        self._end_actors(ray, file, plans)
+        for plan in plans:
+            self._add_host(ray, file, secret, plan, is_given_up)
+
+    def _add_host(self, ray: Any, file: JobFile, secret: bytes, plan: Plan, is_given_up: threading.Event) -> None:
+        """Start a host in a placement group of its own, where the job's strategy allows one. See `ray_placement`."""
+        groups = find_groups(ray, _group_name(file)).values()
+        selector = selector_beside(self._strategy, [node for group in groups for node in group.nodes.values()])
+        if selector is None or is_given_up.is_set():
+            return
+        name = _actor_name(file, plan)
+        group = create_group(ray, name, [self._resources], self._strategy, self._lifetime, selector)
+        self._start_actor(ray, file, secret, plan, group, 0)
+        if is_given_up.is_set():  # Ray has answered too late: kill() may not have found the group
+            ray.util.remove_placement_group(group)
+
+
+@dataclass(frozen=True)
+class _Misplaced(Replica):
+    """A host that a waiting program places anew."""
 
 
 @contextlib.contextmanager
@@ -329,15 +481,15 @@ def _actor_name(file: JobFile, plan: Plan) -> str:
     return f"monarch-{file.id}-{plan.mesh}-{plan.index}"
 
 
-def _group(ray: Any, file: JobFile) -> tuple[Any, str, str] | None:
-    """Return the placement group of a job, its state and its scheduling state. None if it was removed."""
-    from ray.util.placement_group import PlacementGroup
+def _applied_meshes(file: JobFile) -> Mapping[str, int]:
+    """Return the sizes of the meshes when the job was applied: the bundles of its first placement group."""
+    sizes: Mapping[str, int] = (file.submitted or file.description)["meshes"]
+    return sizes
 
-    for number, entry in ray.util.placement_group_table().items():
-        if entry["name"] == _group_name(file) and entry["state"] != "REMOVED":
-            group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
-            return group, entry["state"], entry["stats"]["scheduling_state"]
-    return None
+
+def _driver(ray: Any) -> str:
+    """Return Ray's id of this program, with which tethered hosts end."""
+    return str(ray.get_runtime_context().get_job_id())
 
 
 def _free(ray: Any) -> str:
@@ -348,6 +500,10 @@ def _free(ray: Any) -> str:
 
 def _pending(plan: Plan, reason: str) -> Replica:
     return Replica(plan.mesh, plan.index, "pending", reason=reason)
+
+
+def _misplaced(plan: Plan, reason: str) -> Replica:
+    return _Misplaced(plan.mesh, plan.index, "pending", reason=reason)
 
 
 def _answer(ray: Any, reference: Any, plan: Plan, restart: str) -> Replica:

@@ -119,6 +119,12 @@ class ScheduledJob(Job):
         """Ask the scheduler for another number of hosts of a mesh."""
         raise JobError(f"a {type(self).__name__} cannot be resized after it was submitted")
 
+    def _correct(self, file: JobFile, replicas: Sequence[Replica], until: float) -> None:
+        """Ask the scheduler anew for hosts that it cannot start as they were asked for. Do nothing by default.
+
+        It is called while a program waits for the hosts, until the monotonic time ``until``. No lock is held.
+        """
+
     # ---- of all
 
     def _plans(self) -> list[Plan]:
@@ -176,6 +182,7 @@ class ScheduledJob(Job):
                 raise JobError(f"job {self.name!r} cannot run: {'; '.join(reasons)}")
             if time.monotonic() > until:
                 raise JobError(f"job {self.name!r}: not all hosts run in time: {'; '.join(reasons)}")
+            self._correct(file, replicas, until)
             if reasons != logged:
                 logged = reasons
                 log.info("job %s waits: %s", self.name, "; ".join(reasons))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,41 +15,13 @@ import psutil
 import pytest
 
 from monarch_backend._job import ray_cluster as ray_cluster_module
-from monarch_backend.actor import Actor, current_rank, endpoint
 from monarch_backend.job import Job, JobError, RayJob
 from tests.clients.programs import needs
+from tests.clients.ray_clusters import RayCluster, daemons, free_port, jobs_in, ranks, ray_environment, running_cluster
 from tests.job.support import in_program
-from tests.support.ranks import KEPT_PIDS
 from tests.support.waiting import wait_until
 
 pytestmark = needs("ray")
-
-
-class Counter(Actor):
-    """Actor with a number for each rank."""
-
-    @endpoint
-    def rank(self) -> int:
-        return int(current_rank().rank)
-
-
-CLUSTER = """
-import sys
-from ray.cluster_utils import Cluster
-
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-cluster.wait_for_nodes()
-print(cluster.address, flush=True)
-for line in sys.stdin:
-    if line == "lose\\n":
-        cluster.remove_node(nodes.pop())
-    else:
-        nodes.append(cluster.add_node(num_cpus=1))
-    print("done", flush=True)
-cluster.shutdown()
-"""
-"""Program with three nodes, which loses and adds one when it is told so. It ends with its standard input."""
 
 
 AUTOSCALED = """
@@ -94,84 +62,16 @@ head.communicate()
 """Program with a head node on a port, its argument, and Ray's autoscaler, which adds up to three nodes."""
 
 
-class RayCluster:
-    """A Ray cluster that a program starts, in a process of its own. The default has three nodes."""
-
-    def __init__(self, program: str = CLUSTER, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        KEPT_PIDS.add(self.process.pid)
-        self.address = self._answer()
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        assert line, "the cluster has ended"
-        return line
-
-    def lose_node(self) -> None:
-        self._tell("lose")
-
-    def add_node(self) -> None:
-        self._tell("add")
-
-    def _tell(self, what: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{what}\n")
-        self.process.stdin.flush()
-        self._answer()
-
-    def close(self) -> None:
-        self.process.communicate(timeout=60)
-        KEPT_PIDS.discard(self.process.pid)
-
-
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[RayCluster]:
-    # Ray's sockets are in this folder. The path of a socket has at most 107 bytes, so tmp_path is too long.
-    folder = tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True)
-    with folder, pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_TMPDIR", folder.name)
-        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        environment.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the actors' class is in this package
-        cluster = RayCluster()
-        try:
-            yield cluster
-        finally:
-            cluster.close()
+    with running_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture
 def job(tmp_path: Path, ray_cluster: RayCluster) -> Iterator[Callable[..., RayJob]]:
-    before = daemons()
-    yield functools.partial(RayJob, address=ray_cluster.address, path=tmp_path / "job.json")
-    with contextlib.suppress(JobError):
-        in_program(Job.load(tmp_path / "job.json").kill)
-    wait_until(lambda: daemons() <= before)
-
-
-def daemons() -> set[int]:
-    """Return the pids of hosts that Ray's workers have started."""
-    found = set()
-    for process in psutil.process_iter(["cmdline", "ppid"]):
-        if "--exit-with-stdin" in (process.info["cmdline"] or ()):
-            with contextlib.suppress(psutil.Error):
-                if psutil.Process(process.info["ppid"]).name().startswith("ray::"):
-                    found.add(process.pid)
-    return found
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def ranks(job: Job) -> list[int]:
-    procs = job.state(60).trainers.spawn_procs({"gpus": 1})
-    result = sorted(procs.spawn("counter", Counter).rank.call().get(60).values())
-    procs.stop().get(60)
-    return result
+    with jobs_in(tmp_path, ray_cluster.address) as make:
+        yield make
 
 
 def test_meshes_of_three_nodes_and_nothing_left(job: Callable[..., RayJob]) -> None:
@@ -236,7 +136,7 @@ def test_ended_host_is_not_started_again(job: Callable[..., RayJob]) -> None:
         mine.apply()
         file = mine._read()
         assert file is not None
-        [(_, actor)] = mine._actors(ray, file)
+        [(_, actor)] = mine._actors(ray, mine._plans(), file)
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(actor.end.remote(), timeout=60)
         wait_until(lambda: mine.status()[0].state == "gone", 30)
@@ -261,14 +161,9 @@ def test_host_of_a_lost_node_starts_on_a_new_node(job: Callable[..., RayJob], ra
 
 
 def test_autoscaler_adds_nodes_for_the_hosts_and_removes_them_after_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    folder = tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True)
-    monkeypatch.setenv("RAY_TMPDIR", folder.name)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-
-    def program(address: str) -> tuple[list[int], int]:
+    def program(address: str) -> tuple[list[list[int]], int]:
         import ray
 
         def nodes() -> int:
@@ -276,15 +171,21 @@ def test_autoscaler_adds_nodes_for_the_hosts_and_removes_them_after_kill(
 
         mine = RayJob({"trainers": 2}, address=address, path=tmp_path / "job.json")
         mine.apply(timeout=120)
-        found, most = ranks(mine), nodes()
+        found = [ranks(mine)]
+        mine.resize("trainers", 3, timeout=120)
+        found.append(ranks(mine))
+        most = nodes()
+        mine.resize("trainers", 2, timeout=60)
+        wait_until(lambda: nodes() == 3, 60)
+        found.append(ranks(mine))
         mine.kill()
         wait_until(lambda: nodes() == 1, 60)
         return found, most
 
-    with folder:
+    with ray_environment():
         cluster = RayCluster(AUTOSCALED, str(free_port()))
         try:
-            assert in_program(program, cluster.address, timeout=200) == ([0, 1], 3)
+            assert in_program(program, cluster.address, timeout=300) == ([[0, 1], [0, 1, 2], [0, 1]], 4)
         finally:
             started = psutil.Process(cluster.process.pid).children(recursive=True)
             cluster.close()

@@ -410,25 +410,32 @@ def test_submission_to_ray_that_is_not_removed_stays_for_kill(tmp_path: Path, mo
     job = RayJob({"trainers": 2}, path=tmp_path / "job.json")
     monkeypatch.setattr(RayJob, "_ray", lambda _: None)
 
-    def lose(*_: Any) -> None:
-        raise TimeoutError("GCS")
-
-    monkeypatch.setattr(RayJob, "_start_actors", lose)
-    monkeypatch.setattr(RayJob, "_end_actors", lose)
+    monkeypatch.setattr(RayJob, "_start_actors", lose_ray)
+    monkeypatch.setattr(RayJob, "_end_job", lose_ray)
     with pytest.raises(JobError, match=r"may be submitted in part: end it with kill\(\)"):
         job.apply(wait=False)
     assert job.active
-    monkeypatch.setattr(RayJob, "_end_actors", lambda *_: None)
+    monkeypatch.setattr(RayJob, "_end_job", lambda *_: None)
     with pytest.raises(JobError, match="Ray refuses job 'job': GCS"):
         job.apply(wait=False)
     assert not job.active
 
 
-def test_ray_job_is_resized_only_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_job_is_resized_before_it_runs_but_not_while_it_is_submitted_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = RayJob({"trainers": 2}, path=tmp_path / "job.json")
     job.resize("trainers", 3)
     assert len(job.status()) == 3
-    monkeypatch.setattr(RayJob, "_submit", lambda *_: {"placement_group": "g"})
-    job.apply(wait=False)
-    with pytest.raises(JobError, match="its placement group has a fixed size"):
+    monkeypatch.setattr(RayJob, "_ray", lambda _: None)
+    monkeypatch.setattr(RayJob, "_start_actors", lose_ray)
+    monkeypatch.setattr(RayJob, "_end_job", lose_ray)
+    with pytest.raises(JobError, match="may be submitted in part"):
+        job.apply(wait=False)
+    with pytest.raises(JobError, match=r"not submitted in whole: end it by kill\(\), and apply it again"):
         job.resize("trainers", 4)
+    assert len(job.status()) == 3
+
+
+def lose_ray(*_: Any) -> None:
+    raise TimeoutError("GCS")

@@ -109,10 +109,10 @@ def test_service_of_the_page_is_up(tmp_path: Path) -> None:
     assert service.returncode == 0
 
 
-def test_program_of_the_page_on_ray_has_valid_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_the_page_on_ray_have_valid_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hosts:
         def spawn_procs(self, per_host: dict[str, int]) -> str:
-            return f"{len(jobs[0].status())} x {per_host}"
+            return f"{len(jobs[-1].status())} x {per_host}"
 
     class State:
         trainers = Hosts()
@@ -120,10 +120,10 @@ def test_program_of_the_page_on_ray_has_valid_arguments(monkeypatch: pytest.Monk
     jobs: list[RayJob] = []
     monkeypatch.setattr(RayJob, "apply", lambda job: jobs.append(job))
     monkeypatch.setattr(RayJob, "state", lambda _: State)
-    (program,) = blocks(RAY, "py")
     namespace: dict[str, Any] = {}
-    exec(program, namespace)
-    assert namespace["procs"] == "4 x {'gpus': 8}"
+    for program, hosts in zip(blocks(RAY, "py"), (4, 3), strict=True):
+        exec(program, namespace)
+        assert namespace["procs"] == f"{hosts} x {{'gpus': 8}}"
 
 
 def test_options_of_the_page_on_ray_are_valid() -> None:
