@@ -33,7 +33,7 @@ PORTABLE_TESTS_BESIDE ?= tests/core tests/mesh tests/processes tests/rdma tests/
     tests/dtensor/controller/test_device_mesh.py tests/dtensor/controller/test_memory_access.py \
     $(patsubst %,tests/process_group/test_%.py,smoke collectives fast_paths object_collectives point_to_point shm_backend tensor_lists work)
 # make test-clients: frameworks whose programs run. Example: make test-clients CLIENTS="accelerate ignite".
-CLIENTS ?= accelerate transformers models ignite intel_mpi lightning mpich open_mpi torchmetrics deepspeed ray ray_job ray_resize skypilot torchtitan torchx
+CLIENTS ?= accelerate transformers models ignite intel_mpi lightning mpich open_mpi torchmetrics deepspeed ray ray_client ray_job ray_resize skypilot torchtitan torchx
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup build-portable demo test test-fast test-portable test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-slurm test-k8s test-torch test-clients test-lowest test-tpu fuzz lint format docs bench wheels clean

@@ -29,6 +29,7 @@ CLIENTS = {
     "mpich": ["mpich"],
     "open_mpi": ["openmpi"],
     "ray": ["ray[train]"],
+    "ray_client": ["ray[client]"],
     "ray_job": ["ray"],
     "ray_resize": ["ray"],
     "skypilot": ["skypilot"],

@@ -112,17 +112,18 @@ class RayJob(ScheduledJob):
 
     Each host takes ``resources_per_host``, such as ``{"CPU": 8, "GPU": 8}``, from its node. ``strategy`` is Ray's
     strategy of a placement group; the default puts each host on a node of its own. ``address`` is that of `ray.init`:
-    "auto", "HOST:PORT", or "ray://HOST:PORT". A program that has called `ray.init` before keeps its connection.
-    ``runtime_env`` is Ray's, and must have this package. The hosts run until `kill`. With ``tether`` they also end with
-    the program that has started them, even if it is killed.
+    "auto", "HOST:PORT", or "ray://HOST:PORT" for Ray Client. A program that has called `ray.init` before keeps its
+    connection. ``runtime_env`` is Ray's, and must have this package. The hosts run until `kill`. With ``tether`` they
+    also end with the program that has started them, even if it is killed. With Ray Client that takes until the server
+    gives up the connection: RAY_CLIENT_RECONNECT_GRACE_PERIOD, by default 30 s.
 
     `resize` gives each added host a placement group of its own. Its resources are free again when it ends. The hosts of
     `apply` share one group, whose resources stay reserved until `kill`. STRICT_SPREAD and STRICT_PACK hold for added
     hosts, too, and need Ray 2.49 for that. SPREAD and PACK do not apply to them. Only the program that has applied a
     job with ``tether`` adds hosts to it. Others get JobError.
 
-    Needs the package ray. Messages between hosts are encrypted, but Ray carries the job's secret to them. Use a cluster
-    that only trusted users reach, or give it Ray's TLS.
+    Needs the package ray, and ray[client] for "ray://". Messages between hosts are encrypted, but Ray carries the job's
+    secret to them. Use a cluster that only trusted users reach, or give it Ray's TLS.
 
     Raises ValueError for an invalid name, number, resource or strategy.
 
@@ -174,23 +175,42 @@ class RayJob(ScheduledJob):
             import ray
         except ImportError as error:
             raise JobError(f"a RayJob needs the package ray (pip install ray): {error}") from None
-        if not ray.is_initialized():
-            try:
-                self._check_that_it_listens()
-                ray.init(self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
-            except Exception as error:  # Ray raises many kinds
-                raise JobError(f"no Ray cluster at {self._address!r}: {first_line(error)}") from error
+        try:
+            if not ray.is_initialized():
+                self._init_ray(ray)
+        except Exception as error:  # Ray raises many kinds
+            raise JobError(f"no Ray cluster at {self._address!r}: {first_line(error)}") from error
         return ray
 
-    def _check_that_it_listens(self) -> None:
+    def _init_ray(self, ray: Any) -> None:
+        where = _resolved(self._address)
+        self._check_that_it_listens(where)
+        options: dict[str, Any] = {}
+        if _is_client(where):
+            if ray.util.client.ray.get_context().client_worker is not None:
+                ray.shutdown()  # Ray Client keeps a lost connection, and then refuses a new one
+            if self._runtime_env is not None:
+                options["runtime_env"] = self._runtime_env  # the server imports this package, too
+        try:
+            ray.init(self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING", **options)
+        except ConnectionAbortedError as error:  # the server's traceback, such as of a failed runtime_env
+            raise OSError(str(error).strip().splitlines()[-1]) from error
+        except ConnectionError as error:
+            if _is_client(where):
+                raise OSError(f"{first_line(error)}; {_CLIENT_PORT}") from error
+            raise
+
+    def _check_that_it_listens(self, address: str) -> None:
         """Raise OSError if there is nothing at the cluster's address: `ray.init` would try for a quarter of an hour."""
-        if (where := _address(self._address)) is None:
+        if (where := _host_and_port(address)) is None:
             return
         try:
             socket.create_connection(where, CLUSTER_TIMEOUT_S).close()
         except OSError as error:
             cure = "is its head node up (ray status)?"
-            if self._address == "auto":
+            if _is_client(address):
+                cure += f" {_CLIENT_PORT}"
+            elif self._address == "auto":
                 cure += " A cluster that was killed leaves its address: `ray stop` removes it"
             raise OSError(f"{where[0]}:{where[1]}: {first_line(error)}; {cure}") from error
 
@@ -201,10 +221,15 @@ class RayJob(ScheduledJob):
         except JobError:
             raise
         except Exception as error:
+            cure = "Ray ends a program that does not reach it for a minute."
+            if _is_client(_resolved(self._address)):
+                cure = (
+                    "Ray Client tries its connection again for 30 s (RAY_CLIENT_RECONNECT_GRACE_PERIOD); a later call "
+                    "makes a new one. The hosts run on."
+                )
             raise JobError(
                 f"the Ray cluster at {self._address!r} cannot be asked about job {self.name!r}: {first_line(error)}. "
-                "Is its head node up (ray status)? Ray ends a program that does not reach it for a minute. If the "
-                f"cluster is gone, so are the hosts: remove {self.path}"
+                f"Is its head node up (ray status)? {cure} If the cluster is gone, so are the hosts: remove {self.path}"
             ) from error
 
     def _submit(self, file: JobFile, secret: bytes) -> dict[str, Any]:
@@ -456,16 +481,30 @@ def _without_warnings(logger: str) -> Iterator[None]:
         log.setLevel(before)
 
 
+_CLIENT_PORT = "Ray Client listens on the port of `ray start --head --ray-client-server-port`, by default 10001"
+
 _tethered: list[Any] = []
 """Actors of tethered jobs. Ray ends them when this program has no handle of them."""
 
 
-def _address(address: str) -> tuple[str, int] | None:
-    """Return host and port of a cluster. None if they are not known: `ray.init` then looks for a cluster here."""
-    if address == "auto" and not (address := os.environ.get("RAY_ADDRESS", "")):
-        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-        with contextlib.suppress(OSError):
-            address = Path(folder, "ray", "ray_current_cluster").read_text().strip()
+def _resolved(address: str) -> str:
+    """Return the address that `ray.init` takes for this one. "" if it is not known: it looks for a cluster here."""
+    if address != "auto":
+        return address
+    if given := os.environ.get("RAY_ADDRESS", ""):
+        return given
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    with contextlib.suppress(OSError):
+        return Path(folder, "ray", "ray_current_cluster").read_text().strip()
+    return ""
+
+
+def _is_client(address: str) -> bool:
+    """Return whether Ray Client connects to this address."""
+    return address.startswith("ray://")
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
     url = urllib.parse.urlsplit(address if "://" in address else f"ray://{address}")
     try:
         return (url.hostname, url.port) if url.hostname and url.port else None

@@ -128,12 +128,12 @@ def test_programs_of_the_page_on_ray_have_valid_arguments(monkeypatch: pytest.Mo
 
 def test_options_of_the_page_on_ray_are_valid() -> None:
     options = re.findall(r"^\| `(\w+=.*?)` \|", RAY, re.MULTILINE)
-    assert len(options) == 4
+    assert len(options) == 5
     for option in options:
         eval(f"RayJob({{'trainers': 1}}, {option})", {"RayJob": RayJob})
 
 
 def test_example_of_the_page_on_ray_exists() -> None:
-    _, command = blocks(RAY, "sh")
+    *_, command = blocks(RAY, "sh")
     assert (ROOT / command.split()[1]).is_file()
     assert f'"{command.split()[1]}"' in (ROOT / "tests" / "clients" / "test_ray_job.py").read_text()

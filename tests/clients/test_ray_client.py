@@ -1,0 +1,206 @@
+"""`RayJob` through Ray Client (``ray://``): hosts, faults, and a Ray Client server that ends or is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch_backend._job import ray_cluster as ray_cluster_module
+from monarch_backend.job import Job, JobError, RayJob
+from tests.clients.programs import needs
+from tests.clients.ray_clusters import CLUSTER, Counter, RayCluster, daemons, free_port, jobs_in, ranks, running_cluster
+from tests.job.support import in_program
+from tests.support.waiting import wait_until
+
+pytestmark = [needs("ray"), needs("grpc")]
+
+GRACE_S = 3
+"""Seconds in which Ray Client and its server keep a lost connection. Ray's default is 30."""
+
+
+@pytest.fixture(scope="module")
+def client_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(client_port: int) -> Iterator[RayCluster]:
+    with running_cluster(CLUSTER, json.dumps({"ray_client_server_port": client_port})) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def job(
+    tmp_path: Path, ray_cluster: RayCluster, client_port: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., RayJob]]:
+    monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", str(GRACE_S))
+    with jobs_in(tmp_path, f"ray://127.0.0.1:{client_port}") as make:
+        yield make
+
+
+def groups_left() -> list[str]:
+    import ray
+
+    return [entry["name"] for entry in ray.util.placement_group_table().values() if entry["state"] != "REMOVED"]
+
+
+def test_meshes_through_ray_client_and_nothing_left(job: Callable[..., RayJob]) -> None:
+    def program() -> None:
+        import ray
+
+        before = daemons()
+        mine = job({"trainers": 2})
+        mine.apply()
+        assert ray.util.client.ray.is_connected()
+        assert len(daemons() - before) == 2
+        assert ranks(mine) == ranks(Job.load(mine.path)) == [0, 1]
+        mine.resize("trainers", 3, 60)
+        assert ranks(mine) == [0, 1, 2]
+        mine.resize("trainers", 1, 60)
+        assert ranks(mine) == [0]
+        mine.kill()
+        wait_until(lambda: daemons() <= before)
+        assert groups_left() == []
+
+    in_program(program, timeout=200)
+
+
+def test_second_program_on_ray_client_uses_and_ends_the_job(job: Callable[..., RayJob]) -> None:
+    before = daemons()
+    mine = job({"trainers": 2})
+    in_program(mine.apply)
+    assert in_program(lambda: ranks(Job.load(mine.path)), timeout=120) == [0, 1]
+    in_program(Job.load(mine.path).kill)
+    wait_until(lambda: daemons() <= before)
+
+
+def test_reasons_through_ray_client(job: Callable[..., RayJob]) -> None:
+    def program() -> str:
+        mine = job({"trainers": 9})
+        with pytest.raises(JobError) as caught:
+            mine.apply(timeout=8)
+        mine.kill()
+        return str(caught.value)
+
+    text = in_program(program, timeout=120)
+    assert "trainers[0]: pending" in text
+    assert "each host takes" in text and "3 nodes have" in text
+
+
+def test_host_of_a_lost_node_starts_on_a_new_node_through_ray_client(
+    job: Callable[..., RayJob], ray_cluster: RayCluster
+) -> None:
+    mine = job({"trainers": 3})
+
+    def apply_and_lose() -> None:
+        mine.apply()
+        ray_cluster.lose_node()
+        wait_until(lambda: any("its node was lost" in each.reason for each in mine.status()))
+
+    in_program(apply_and_lose, timeout=120)
+    ray_cluster.add_node()
+    assert in_program(lambda: ranks(mine), timeout=120) == [0, 1, 2]
+
+
+def test_hosts_run_on_without_the_ray_client_server(
+    job: Callable[..., RayJob], ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster_module, "CLUSTER_TIMEOUT_S", 5.0)
+
+    def program() -> list[str]:
+        before = daemons()
+        mine = job({"trainers": 2})
+        mine.apply()
+        procs = mine.state(60).trainers.spawn_procs({"gpus": 1})
+        actors = procs.spawn("counter", Counter)
+        ray_cluster.end_client_server()
+        errors = [error_of(mine)]
+        assert sorted(actors.rank.call().get(60).values()) == [0, 1]
+        assert len(daemons() - before) == 2
+        wait_until(lambda: error_of(mine).startswith("no Ray cluster at"))  # Ray Client has given up its connection
+        errors.append(error_of(mine))
+        with pytest.raises(JobError, match="no Ray cluster at"):
+            mine.kill()
+        ray_cluster.start_client_server()
+        wait_until(lambda: not error_of(mine))
+        assert ranks(mine) == [0, 1]
+        mine.kill()
+        wait_until(lambda: daemons() <= before)
+        return errors
+
+    try:
+        lost, refused = in_program(program, timeout=200)
+    finally:
+        ray_cluster.start_client_server()
+    assert "cannot be asked about job 'job'" in lost
+    assert "The hosts run on." in lost and "a later call makes a new one" in lost
+    assert "Ray Client listens on the port of `ray start --head --ray-client-server-port`" in refused
+
+
+def error_of(job: RayJob) -> str:
+    try:
+        job.status()
+    except JobError as error:
+        return str(error)
+    return ""
+
+
+def test_port_of_another_server_is_an_error(
+    tmp_path: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S", "1")
+    monkeypatch.setenv("RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S", "1")
+    mine = RayJob({"trainers": 1}, address=f"ray://{ray_cluster.address}", path=tmp_path / "job.json")
+
+    def program() -> str:
+        warnings.simplefilter("ignore")  # Ray warns about closed ports
+        with pytest.raises(JobError) as caught:
+            mine.apply()
+        return str(caught.value)
+
+    text = in_program(program)
+    assert f"no Ray cluster at 'ray://{ray_cluster.address}'" in text
+    assert "--ray-client-server-port" in text
+    assert not mine.path.exists()
+
+
+def test_ray_without_its_extra_for_ray_client_is_an_error_with_the_cure(job: Callable[..., RayJob]) -> None:
+    def program() -> str:
+        sys.modules["grpc"] = None  # type: ignore[assignment]
+        with pytest.raises(JobError) as caught:
+            job({"trainers": 1}).apply()
+        return str(caught.value)
+
+    assert "pip install ray[client]" in in_program(program)
+
+
+def test_tethered_job_ends_with_its_killed_program_after_the_grace_of_ray_client(job: Callable[..., RayJob]) -> None:
+    before = daemons()
+    mine = job({"trainers": 1}, tether=True)
+    text = f"""
+import sys
+from monarch_backend.job import RayJob
+
+job = RayJob({{"trainers": 1}}, address={mine._address!r}, tether=True, path={str(mine.path)!r})
+job.apply()
+job.resize("trainers", 2, 60)
+print("up", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        assert len(daemons() - before) == 2
+        process.kill()
+        killed_at = time.monotonic()
+    wait_until(lambda: daemons() <= before)
+    assert time.monotonic() - killed_at < GRACE_S + 20
