@@ -254,6 +254,26 @@ def test_host_that_ray_moves_to_the_node_of_an_added_one_is_placed_anew(
             assert in_program(use, timeout=120) == ([0, 1], kept, 2)
 
 
+def test_added_host_follows_the_others_to_another_node_with_strict_pack(
+    job: Callable[..., RayJob], ray_cluster: RayCluster
+) -> None:
+    mine = job({"trainers": 1}, resources_per_host={"slot": 1}, strategy="STRICT_PACK")
+
+    def lose() -> None:
+        mine.apply()
+        mine.resize("trainers", 2, 60)
+        [node] = set(nodes().values())
+        ray_cluster.lose_node(node)
+        wait_until(lambda: "Ray has moved the other hosts" in mine.status()[1].reason)
+
+    def use() -> tuple[list[int], int]:
+        return ranks(Job.load(mine.path)), len(set(nodes().values()))
+
+    with ray_cluster.more_nodes(2, resources={"slot": 2}):
+        in_program(lose, timeout=120)
+        assert in_program(use, timeout=120) == ([0, 1], 1)
+
+
 def test_shrinking_ends_a_host_that_waits_for_a_node(job: Callable[..., RayJob], ray_cluster: RayCluster) -> None:
     def program() -> list[int]:
         mine = job({"trainers": 2}, resources_per_host={"slot": 1})
