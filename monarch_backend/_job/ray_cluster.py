@@ -199,6 +199,8 @@ class RayJob(ScheduledJob):
             if _is_client(where):
                 raise OSError(f"{first_line(error)}; {_CLIENT_PORT}") from error
             raise
+        if _is_client(where):  # the server's log arrives here, with the warnings that `_start_actor` leaves out
+            logging.getLogger("ray.util.client.logsclient").setLevel(logging.ERROR)
 
     def _check_that_it_listens(self, address: str) -> None:
         """Raise OSError if there is nothing at the cluster's address: `ray.init` would try for a quarter of an hour."""
@@ -225,7 +227,7 @@ class RayJob(ScheduledJob):
             if _is_client(_resolved(self._address)):
                 cure = (
                     "Ray Client tries its connection again for 30 s (RAY_CLIENT_RECONNECT_GRACE_PERIOD); a later call "
-                    "makes a new one. The hosts run on."
+                    f"makes a new one. The hosts {'end after that, too' if self._tether else 'run on'}."
                 )
             raise JobError(
                 f"the Ray cluster at {self._address!r} cannot be asked about job {self.name!r}: {first_line(error)}. "

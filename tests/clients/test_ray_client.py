@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from monarch_backend._job import ray_cluster as ray_cluster_module
@@ -79,6 +80,32 @@ def test_second_program_on_ray_client_uses_and_ends_the_job(job: Callable[..., R
     assert in_program(lambda: ranks(Job.load(mine.path)), timeout=120) == [0, 1]
     in_program(Job.load(mine.path).kill)
     wait_until(lambda: daemons() <= before)
+
+
+def test_runtime_environment_is_that_of_hosts_and_of_the_ray_client_server(
+    job: Callable[..., RayJob], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The server imports the class of the actors, too."""
+
+    def program() -> tuple[int, int]:
+        before = daemons()
+        mine = job({"trainers": 2}, runtime_env={"env_vars": {"OF_THE_JOB": "yes"}})
+        mine.apply()
+        hosts = [psutil.Process(pid) for pid in daemons() - before]
+        servers = [
+            each
+            for each in psutil.process_iter(["cmdline"])
+            if "--mode=specific-server" in (each.info["cmdline"] or ())
+        ]
+        found = count_of_job(hosts), count_of_job(servers)
+        mine.kill()
+        return found
+
+    def count_of_job(processes: list[psutil.Process]) -> int:
+        return sum(each.environ().get("OF_THE_JOB") == "yes" for each in processes)
+
+    assert in_program(program, timeout=120) == (2, 1)
+    assert "not recommended" not in capfd.readouterr().err  # Ray's warning of actors in placement groups
 
 
 def test_reasons_through_ray_client(job: Callable[..., RayJob]) -> None:
@@ -169,6 +196,25 @@ def test_port_of_another_server_is_an_error(
     assert f"no Ray cluster at 'ray://{ray_cluster.address}'" in text
     assert "--ray-client-server-port" in text
     assert not mine.path.exists()
+
+
+def test_reason_of_a_ray_client_server_that_cannot_start_is_in_the_error(
+    job: Callable[..., RayJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionAbortedError(
+            "Initialization failure from server:\nTraceback (most recent call last):\nRuntimeError: no module x\n"
+        )
+
+    def program() -> str:
+        import ray
+
+        monkeypatch.setattr(ray, "init", refuse)
+        with pytest.raises(JobError) as caught:
+            job({"trainers": 1}).apply()
+        return str(caught.value)
+
+    assert in_program(program).endswith(": RuntimeError: no module x")
 
 
 def test_ray_without_its_extra_for_ray_client_is_an_error_with_the_cure(job: Callable[..., RayJob]) -> None:
