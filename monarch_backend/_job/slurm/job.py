@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from monarch_backend._job.base import Job, check_host_count, check_mesh_name, ch
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.scheduled import (
     POLL_INTERVAL_S,
+    READY_TIMEOUT_S,
     REASON_TIMEOUT_S,
     NotRemovedError,
     Replica,
@@ -36,6 +38,7 @@ from monarch_backend._job.scheduled import (
     log,
 )
 from monarch_backend._job.slurm import commands, messages
+from monarch_backend._job.slurm.allocations import Allocation, read_allocations, write_allocations
 from monarch_backend._job.slurm.node import NOTICE_SIGNAL, Report, read_reports, report_path
 from monarch_backend._job.slurm.records import SlurmRecord
 from monarch_backend._job.state_file import JobFile
@@ -61,6 +64,8 @@ _STATES_WITH_NODES = ("RUNNING", "COMPLETING", "NODE_FAIL")
 """States in which the problems of the job's nodes are looked for."""
 
 _T = TypeVar("_T")
+_Component = tuple[dict[str, Any], dict[str, range]]
+"""A component of a Slurm job: its resources, and the indices of its hosts by mesh."""
 
 
 class SlurmJob(ScheduledJob):
@@ -86,6 +91,8 @@ class SlurmJob(ScheduledJob):
 
     The folder of the job's file, ``path``, must be on a file system that all nodes have, such as the home directory.
     Other users cannot read it.
+
+    `resize` submits a further Slurm job for new hosts.
 
     Raises ValueError for invalid values.
 
@@ -129,6 +136,7 @@ class SlurmJob(ScheduledJob):
             raise ValueError(f"notice={notice!r}: Slurm takes at most {MAX_NOTICE_S:g} seconds")
         self._meshes: dict[str, dict[str, Any]] = {}
         self._steps: list[subprocess.Popen[bytes]] = []
+        self._growth: Allocation | None = None  # of the resize() that this program is in
 
     def add_mesh(self, name: str, hosts: int, **resources: Any) -> Self:
         """Add a mesh of ``hosts`` nodes, and return the job. ``resources`` replace those of the job for this mesh.
@@ -158,8 +166,6 @@ class SlurmJob(ScheduledJob):
         return {mesh: what["hosts"] for mesh, what in self._meshes.items()}
 
     def _set_size(self, mesh: str, count: int) -> None:
-        if self.active:
-            raise JobError("a SlurmJob cannot be resized after it was submitted: kill it, and submit another one")
         self._meshes[mesh]["hosts"] = count
 
     def _description(self) -> dict[str, Any]:
@@ -176,17 +182,17 @@ class SlurmJob(ScheduledJob):
             cls, description, lambda job, mesh, what: job.add_mesh(mesh, what["hosts"], **what["resources"])
         )
 
-    def _groups(self) -> list[tuple[dict[str, Any], dict[str, int]]]:
-        """Return the components of the job: the resources of each, and its meshes with their numbers of hosts."""
-        groups: list[tuple[dict[str, Any], dict[str, int]]] = []
-        for mesh, what in self._meshes.items():
-            resources = {**self._resources, **what["resources"]}
+    def _groups(self, hosts: Mapping[str, range]) -> list[_Component]:
+        """Return the components of a Slurm job with these hosts."""
+        groups: list[_Component] = []
+        for mesh, indices in hosts.items():
+            resources = {**self._resources, **self._meshes[mesh]["resources"]}
             for its_resources, meshes in groups:
                 if its_resources == resources:
-                    meshes[mesh] = what["hosts"]
+                    meshes[mesh] = indices
                     break
             else:
-                groups.append((resources, {mesh: what["hosts"]}))
+                groups.append((resources, {mesh: indices}))
         return groups
 
     @property
@@ -212,7 +218,10 @@ class SlurmJob(ScheduledJob):
         else:
             _remove_reports(self._folder)
             (self._folder / "batch.log").unlink(missing_ok=True)
-            words, script = self._sbatch_command(file, name), self._script(file)
+            for folder in _further_folders(self._folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            hosts = {mesh: range(count) for mesh, count in self._sizes().items()}
+            words, script = self._sbatch_command(file, hosts, self._folder), self._script(file, hosts, self._folder)
             file.unanswered_at = time.time()  # from here on Slurm may have the job
             state_file.write(self.path, file)
             try:
@@ -222,36 +231,37 @@ class SlurmJob(ScheduledJob):
                 raise
         return {"job": number, "folder": str(self._folder)}
 
-    def _sbatch_command(self, file: JobFile, name: str) -> list[str]:
+    def _sbatch_command(self, file: JobFile, hosts: Mapping[str, range], folder: Path) -> list[str]:
         words = ["sbatch", "--parsable"]
-        for offset, (resources, meshes) in enumerate(self._groups()):
+        for offset, (resources, meshes) in enumerate(self._groups(hosts)):
             words += [":"] if offset else []
-            words += [f"--job-name={name}", f"--comment=monarch_backend {file.id}"]
-            words += [f"--output={self._folder}/batch.log", "--open-mode=append"]
+            words += [f"--job-name={_slurm_name(file)}", f"--comment=monarch_backend {file.id}"]
+            words += [f"--output={folder}/batch.log", "--open-mode=append"]
             words += ["--requeue" if self._requeue else "--no-requeue"]
             words += [f"--signal={NOTICE_SIGNAL.name[3:]}@{math.ceil(self._notice)}"] if self._notice else []
-            words += [f"--nodes={sum(meshes.values())}", "--ntasks-per-node=1", *_sbatch_words(resources)]
+            words += [f"--nodes={_count(meshes)}", "--ntasks-per-node=1", *_sbatch_words(resources)]
         return words
 
-    def _script(self, file: JobFile) -> str:
+    def _script(self, file: JobFile, hosts: Mapping[str, range], folder: Path) -> str:
         """Return the script of the job. It contains no secret: sites store scripts, and administrators read them."""
-        groups = self._groups()
+        groups = self._groups(hosts)
         lines = ["#!/bin/bash", f'echo "{messages.START_MARK}$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"', self._setup]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self._env.items()]
         # Without these, a host gets the CPUs of one task instead of all CPUs of the job on its node.
         lines += ["unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPU_BIND"]
         for offset, (_, meshes) in enumerate(groups):
             group = [f"--het-group={offset}"] if len(groups) > 1 else []
-            lines.append(f"{shlex.join(self._srun(file, meshes, group))} &")
+            lines.append(f"{shlex.join(self._srun(file, meshes, folder, group))} &")
         return "\n".join([*lines, "wait", ""])
 
-    def _srun(self, file: JobFile, meshes: Mapping[str, int], options: Sequence[str]) -> list[str]:
-        nodes = sum(meshes.values())
+    def _srun(self, file: JobFile, hosts: Mapping[str, range], folder: Path, options: Sequence[str]) -> list[str]:
+        nodes = _count(hosts)
         words = ["srun", *options, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
         # A host that ends must not end the others.
         words += ["--kill-on-bad-exit=0", "--wait=0", "--input=none", "--label", self._python]
-        words += ["-m", "monarch_backend._job.slurm.node", "--folder", str(self._folder), "--listen", self._listen]
-        words += ["--secret-file", file.secret_file, "--meshes", ",".join(f"{m}={n}" for m, n in meshes.items())]
+        words += ["-m", "monarch_backend._job.slurm.node", "--folder", str(folder), "--listen", self._listen]
+        meshes = ",".join(f"{mesh}={indices.start}:{indices.stop}" for mesh, indices in hosts.items())
+        words += ["--secret-file", file.secret_file, "--meshes", meshes]
         words += ["--notice", str(self._notice)] if self._notice else []
         return words + ([] if self._tether is None else ["--tether", str(self._tether)])
 
@@ -275,7 +285,10 @@ class SlurmJob(ScheduledJob):
         if (found := commands.find_step(int(number), name)) is not None:  # of a program that died before it wrote this
             return {"job": int(number), "step": found, "folder": folder}
         _remove_reports(self._folder)
-        words = self._srun(file, meshes, [f"--jobid={number}", f"--job-name={name}", "--overlap", "--mem=0"])
+        hosts = {mesh: range(count) for mesh, count in meshes.items()}
+        words = self._srun(
+            file, hosts, self._folder, [f"--jobid={number}", f"--job-name={name}", "--overlap", "--mem=0"]
+        )
         kept = {"SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CLUSTERS"}
         environment = {k: v for k, v in os.environ.items() if k in kept or not re.match(r"SLURM_|PMI_|PMIX_", k)}
         with open(self._folder / "batch.log", "wb") as log:
@@ -290,7 +303,7 @@ class SlurmJob(ScheduledJob):
                 self._stop_if_killed()
                 if step.poll() is not None or time.monotonic() > until:
                     raise JobError(
-                        f"srun could not start the hosts: {self._batch_log()[-500:] or 'it did not end in time'}"
+                        f"srun could not start the hosts: {_batch_log(self._folder)[-500:] or 'it did not end in time'}"
                     )
                 time.sleep(0.1)
         except BaseException:  # Ctrl-C, too
@@ -299,63 +312,143 @@ class SlurmJob(ScheduledJob):
             raise
         return {"job": int(number), "step": found, "folder": folder}
 
-    def _last_output(self, file: JobFile, record: SlurmRecord) -> str:
-        """Return the output of the last start of a job. A job that is requeued is counted before it starts again."""
-        number = file.submitted["job"]
-        output = "" if record.state == "PENDING" else self._batch_log(f"{number}.{record.restarts}")
-        if not output and record.restarts and record.state in ("PENDING", "COMPLETING"):
-            return self._batch_log(f"{number}.{record.restarts - 1}")
-        return output
+    # ---- size
 
-    def _batch_log(self, start: str = "") -> str:
-        """Return Slurm's messages in the output of a start of the job's script and of srun, and the output's end."""
-        with contextlib.suppress(OSError):
-            output = messages.of_start((self._folder / "batch.log").read_text(errors="replace"), start)
-            return messages.shorten(output.strip())
-        return ""
+    def resize(self, mesh: str, count: int, timeout: float = READY_TIMEOUT_S) -> None:
+        """Start or end hosts of a mesh until it has ``count`` hosts, as `Job.resize` does.
+
+        A further Slurm job with the options of the mesh gets the new hosts, and has its own time limit. If not all
+        hosts listen within ``timeout`` seconds, or after Ctrl-C, it is cancelled, and the mesh has its former size.
+
+        Raises ValueError and JobError as `Job.resize` does. Raises JobError with Slurm's reason if the further job is
+        refused or does not start in time. Raises JobError for a job in the program's own allocation, and for fewer
+        hosts than a submitted job has.
+
+        >>> from monarch_backend.job import SlurmJob
+        >>> job = SlurmJob(time="1:00:00").add_mesh("trainers", 2)
+        >>> job.resize("trainers", 3)
+        >>> [str(each) for each in job.status()]
+        ['trainers[0]: not started', 'trainers[1]: not started', 'trainers[2]: not started']
+        """
+        self._growth = None
+        try:
+            super().resize(mesh, count, timeout)
+        except BaseException:  # Ctrl-C, too
+            self._withdraw_growth(mesh)
+            raise
+        finally:
+            self._growth = None
+
+    def _scale(self, file: JobFile, mesh: str, count: int) -> None:
+        if self._in_allocation:
+            raise JobError(
+                f"job {self.name!r} runs in an allocation of the program, whose hosts are one step: end the job by "
+                "kill(), and apply() one with other numbers"
+            )
+        if not file.submitted:
+            raise JobError(f"job {self.name!r} has no number at Slurm yet: call apply() first, or kill()")
+        self._cancel_strays(file)
+        allocations = read_allocations(file)
+        there = max(each.hosts[mesh].stop for each in allocations if mesh in each.hosts)
+        if count > there:
+            self._growth = self._submit_further(file, mesh, range(there, count))
+            write_allocations(file, [*allocations, self._growth])
+        elif count < there:
+            raise JobError(f"job {self.name!r}: a mesh of a submitted SlurmJob cannot get fewer hosts")
+
+    def _submit_further(self, file: JobFile, mesh: str, indices: range) -> Allocation:
+        """Submit a Slurm job for further hosts of a mesh. After an error there is none."""
+        hosts, folder = {mesh: indices}, _new_further_folder(self._folder)
+        words, script = self._sbatch_command(file, hosts, folder), self._script(file, hosts, folder)
+        try:
+            return Allocation(_sbatch(words, script), folder, hosts, is_further=True)
+        except BaseException as error:  # Ctrl-C, too, after which it may have been submitted
+            is_open = not isinstance(error, JobError) or commands.is_outage(error)
+            advice = "Slurm may still accept the job for new hosts: another resize() cancels it then, or kill()"
+            try:
+                is_open = not self._cancel_strays(file, WITHDRAW_TIMEOUT_S if is_open else 0.0) and is_open
+            except JobError as left:
+                is_open, advice = True, f"{advice} ({left})"
+            if is_open and isinstance(error, JobError):
+                raise JobError(f"{error}; {advice}") from error
+            if is_open:
+                log.warning("job %s: %s", self.name, advice)
+            raise
+
+    def _cancel_strays(self, file: JobFile, seconds: float = 0.0) -> list[int]:
+        """Cancel Slurm jobs of this job that its file does not list, and return their numbers.
+
+        Slurm has accepted them after they were given up, or a program has died before it wrote their numbers.
+        """
+        known = {each.number for each in read_allocations(file)}
+        strays = _search(lambda: [each for each in commands.find_by_name(_slurm_name(file)) if each not in known],
+                         seconds)  # fmt: skip
+        for each in strays:
+            commands.cancel(str(each))
+        return strays
+
+    def _withdraw_growth(self, mesh: str) -> None:
+        """Cancel the further Slurm job of a growth that has failed, and give the mesh its former size."""
+        growth = self._growth
+        if growth is None:
+            return
+        try:
+            with state_file.locked(self.path, "resize"):
+                file = self._read()
+                if file is None:  # kill() has ended it
+                    return
+                commands.cancel(str(growth.number))
+                allocations = read_allocations(file)
+                if growth in allocations:
+                    write_allocations(file, [each for each in allocations if each != growth])
+                    self._set_size(mesh, growth.hosts[mesh].start)
+                    file.description = self._described()
+                    file.hosts = [
+                        each for each in file.hosts if each.mesh != mesh or each.index not in growth.hosts[mesh]
+                    ]
+                    state_file.write(self.path, file)
+            _wait_until_ended(functools.partial(_jobs_that_run, [growth.number]))
+        except (JobError, OSError) as left:
+            log.warning("job %s: Slurm job %d of a growth that has failed may run: %s", self.name, growth.number, left)
 
     # ---- search
 
     def _find(self, file: JobFile) -> Sequence[Replica]:
-        if not file.submitted:
-            return []
-        records = {each.offset: each for each in commands.show(file.submitted["job"])}
+        allocations = read_allocations(file)
+        records = [{each.offset: each for each in commands.show(one.number)} for one in allocations]
         step = file.submitted.get("step")
         step_runs = step is None or commands.find_step(file.submitted["job"], _slurm_name(file)) == step
-        used = ",".join(each.nodes for each in records.values() if each.state in _STATES_WITH_NODES and each.nodes)
-        problems = commands.node_problems(used) if used else {}
-        reports = read_reports(self._folder)
+        used = [each.nodes for some in records for each in some.values() if each.state in _STATES_WITH_NODES]
+        problems = commands.node_problems(nodes) if (nodes := ",".join(filter(None, used))) else {}
         found = []
-        for offset, (_, meshes) in enumerate(self._groups()):
-            record = records.get(offset, SlurmRecord(file.submitted["job"], "UNKNOWN"))
-            start = f"{file.submitted['job']}.{record.restarts}"
-            output = functools.cache(functools.partial(self._last_output, file, record))  # the output may be long
-            for mesh, count in meshes.items():
-                for index in range(count):
+        for allocation, its_records in zip(allocations, records, strict=True):
+            reports = read_reports(allocation.folder)
+            for offset, (_, meshes) in enumerate(self._groups(allocation.hosts)):
+                record = its_records.get(offset, SlurmRecord(allocation.number, "UNKNOWN"))
+                start = f"{allocation.number}.{record.restarts}"
+                output = functools.cache(functools.partial(_last_output, allocation, record))  # it may be long
+                for mesh, index in ((mesh, index) for mesh, indices in meshes.items() for index in indices):
                     report = reports.get((mesh, index))
                     if report is not None and report.start != start:
                         report = None  # of the job before it was requeued
-                    state, reason = self._state_of(record, report, step_runs, problems, output)
-                    found.append(self._replica(mesh, index, start, state, reason, report))
+                    words = functools.partial(_last_words, allocation, output)
+                    state, reason = self._state_of(record, report, step_runs, problems, output, words)
+                    found.append(_replica(allocation, mesh, index, start, state, reason, report))
         return found
-
-    def _replica(self, mesh: str, index: int, start: str, state: str, reason: str, report: Report | None) -> Replica:
-        report = report or Report(start, "")
-        return Replica(
-            mesh, index, state, f"{start}.{mesh}.{index}", report.node, report.address,
-            report.log or str(self._folder / "batch.log"), reason, is_final=state == "gone",
-        )  # fmt: skip
 
     def _state_of(
         self, record: SlurmRecord, report: Report | None, step_runs: bool, problems: Mapping[str, str],
-        output: Callable[[], str],
+        output: Callable[[], str], last_words: Callable[[], str],
     ) -> tuple[str, str]:  # fmt: skip
-        """Return state and reason of one host. ``output`` returns the output of the job's last start."""
+        """Return state and reason of one host. ``output`` returns the output of the job's last start.
+
+        ``last_words`` returns its end, for a host that has not reported.
+        """
         if record.state == "UNKNOWN":
             return "gone", f"Slurm does not know its job {record.number} any more"
         if record.has_ended:
             nodes = problems.values() if record.state == "NODE_FAIL" else ()
-            rest = [report.ended] if report and report.ended else [] if report else [self._last_words(output())]
+            rest = [report.ended] if report and report.ended else [] if report else [last_words()]
             return "gone", "; ".join([str(record), *nodes, *messages.reasons(output()), *rest])
         if record.state in ("COMPLETING", "SUSPENDED"):  # how a completing job has ended is known when it is complete
             return f"unknown: it is {record.state.lower()}", "; ".join([str(record), *messages.reasons(output())])
@@ -375,10 +468,6 @@ class SlurmJob(ScheduledJob):
         if end := self._ending(record):
             return "ending", "; ".join(filter(None, [end, problem]))
         return "up", problem
-
-    def _last_words(self, output: str) -> str:
-        """Return the last lines of the script's output, for a job whose hosts have not reported."""
-        return output[-500:] or f"is {self._folder} on a file system that all nodes have?"
 
     def _ending(self, record: SlurmRecord) -> str:
         """Return why the job ends, by preemption or within `ending_notice` seconds, and when; "" if it goes on."""
@@ -408,25 +497,59 @@ class SlurmJob(ScheduledJob):
             commands.cancel(step)
             ended = functools.partial(_step_that_runs, int(step.partition(".")[0]), name)
         else:
-            if number is not None:
-                commands.cancel(str(number))
+            known = [each.number for each in read_allocations(file)]
+            for each in known:
+                commands.cancel(str(each))
             found = _search(lambda: commands.find_by_name(name), seconds)
             commands.cancel(f"--name={name}")  # also a job of an earlier submission that was accepted late
             if number is None and not found and (left := _accept_time_left(file)):
                 raise JobError(f"{_not_answered(name)}. It was not found yet: call kill() again in {left} s")
-            ended = functools.partial(_jobs_that_run, {*([] if number is None else [number]), *found})
-        until = time.monotonic() + REMOVE_TIMEOUT_S
-        while why := ended():
-            if time.monotonic() > until:
-                raise JobError(f"not ended within {REMOVE_TIMEOUT_S:g} s: {why}")
-            time.sleep(0.2)
+            ended = functools.partial(_jobs_that_run, {*known, *found})
+        _wait_until_ended(ended)
         while self._steps:
             _reap(self._steps.pop(), is_ending=True)
 
     def _forget(self, file: JobFile) -> None:
         folder = self._folder
         super()._forget(file)
-        _remove_reports(folder)
+        for each in (folder, *_further_folders(folder)):
+            _remove_reports(each)
+
+
+def _count(hosts: Mapping[str, range]) -> int:
+    return sum(len(indices) for indices in hosts.values())
+
+
+def _replica(
+    allocation: Allocation, mesh: str, index: int, start: str, state: str, reason: str, report: Report | None
+) -> Replica:
+    report = report or Report(start, "")
+    return Replica(
+        mesh, index, state, f"{start}.{mesh}.{index}", report.node, report.address,
+        report.log or str(allocation.folder / "batch.log"), reason, is_final=state == "gone",
+    )  # fmt: skip
+
+
+def _last_words(allocation: Allocation, output: Callable[[], str]) -> str:
+    """Return the last lines of the script's output, for a job whose hosts have not reported."""
+    return output()[-500:] or f"is {allocation.folder} on a file system that all nodes have?"
+
+
+def _last_output(allocation: Allocation, record: SlurmRecord) -> str:
+    """Return the output of the last start of a job. A job that is requeued is counted before it starts again."""
+    start = f"{allocation.number}.{record.restarts}"
+    output = "" if record.state == "PENDING" else _batch_log(allocation.folder, start)
+    if not output and record.restarts and record.state in ("PENDING", "COMPLETING"):
+        return _batch_log(allocation.folder, f"{allocation.number}.{record.restarts - 1}")
+    return output
+
+
+def _batch_log(folder: Path, start: str = "") -> str:
+    """Return Slurm's messages in the output of a start of the job's script and of srun, and the output's end."""
+    with contextlib.suppress(OSError):
+        output = messages.of_start((folder / "batch.log").read_text(errors="replace"), start)
+        return messages.shorten(output.strip())
+    return ""
 
 
 def _step_that_runs(number: int, name: str) -> str:
@@ -441,6 +564,15 @@ def _jobs_that_run(numbers: Collection[int]) -> str:
         for each in commands.show(number)
         if each.is_completing or not each.has_ended
     )
+
+
+def _wait_until_ended(ended: Callable[[], str]) -> None:
+    """Wait until ``ended`` returns "". Raises JobError with what it returns instead after `REMOVE_TIMEOUT_S`."""
+    until = time.monotonic() + REMOVE_TIMEOUT_S
+    while why := ended():
+        if time.monotonic() > until:
+            raise JobError(f"not ended within {REMOVE_TIMEOUT_S:g} s: {why}")
+        time.sleep(0.2)
 
 
 def _search(find: Callable[[], _T], seconds: float) -> _T:
@@ -509,6 +641,21 @@ def _remove_reports(folder: Path) -> None:
     """Remove the addresses of hosts. Their logs stay until the next submission under this name."""
     for mesh, index in read_reports(folder):
         report_path(folder, mesh, index).unlink(missing_ok=True)
+
+
+def _further_folders(folder: Path) -> list[Path]:
+    """Return the folders of further Slurm jobs in the folder of a job."""
+    with contextlib.suppress(OSError):
+        return [each for each in folder.iterdir() if re.fullmatch(r"[0-9]+", each.name)]
+    return []
+
+
+def _new_further_folder(folder: Path) -> Path:
+    """Make the folder of a further Slurm job. An earlier one may still be in use by a job that Slurm accepts late."""
+    numbers = [int(each.name) for each in _further_folders(folder)]
+    new = folder / str(max(numbers, default=0) + 1)
+    make_private(new)
+    return new
 
 
 def _slurm_name(file: JobFile) -> str:
@@ -607,7 +754,9 @@ def _words(options: Sequence[str]) -> list[str]:
 
 
 def _listing(folder: Path) -> list[tuple[str, float]]:
-    try:
-        return sorted((each.name, each.stat().st_mtime) for each in os.scandir(folder))
-    except OSError:
-        return []
+    """Return path and time of change of the files in the folder of a job, and in those of its further Slurm jobs."""
+    found = []
+    for each in (folder, *_further_folders(folder)):
+        with contextlib.suppress(OSError):
+            found += [(entry.path, entry.stat().st_mtime) for entry in os.scandir(each)]
+    return sorted(found)

@@ -66,16 +66,16 @@ def start_of(variables: Mapping[str, str]) -> str:
 
 
 def place(meshes: str, position: int) -> tuple[str, int]:
-    """Return mesh and index of the host at a position, as of ``"trainers=2,loaders=1"``.
+    """Return mesh and index of the host at a position. ``meshes`` has a range of indices for each mesh.
 
-    >>> place("trainers=2,loaders=1", 2)
-    ('loaders', 0)
+    >>> place("trainers=2:4,loaders=0:1", 1)
+    ('trainers', 3)
     """
     for part in meshes.split(","):
-        mesh, _, count = part.partition("=")
-        if position < int(count):
-            return mesh, position
-        position -= int(count)
+        mesh, start, stop = re.split("[=:]", part)
+        if position < int(stop) - int(start):
+            return mesh, int(start) + position
+        position -= int(stop) - int(start)
     raise ValueError(f"{meshes} has no host {position}")
 
 
