@@ -1,6 +1,7 @@
 """Train a byte-level transformer on nodes of a Slurm cluster, through failures of processes, nodes and the job.
 
     python examples/slurm_train.py --partition gpu --nodes 4 --time 8:00:00
+    python examples/slurm_train.py --partition gpu --nodes 2 --resize 20=4 40=3
 
 It runs on a login node, where sbatch is and where it reaches the nodes by TCP. The folder of this file, and that of the
 job's file, are on a file system that all nodes have. docs/guides/slurm.md explains the job.
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--time", help="limit of a submission, days-hours:minutes:seconds")
     parser.add_argument("--gpus-per-node", type=int)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--resize", nargs="*", default=[], metavar="STEP=NODES")
     args = parser.parse_args()
 
     logging.basicConfig(level=logging.INFO)  # what the job waits for
@@ -70,7 +72,8 @@ def main() -> None:
     )
     job.apply()
     try:
-        run = SlurmRun(job, args.steps)
+        sizes = {int(step): int(nodes) for step, nodes in (text.split("=") for text in args.resize)}
+        run = SlurmRun(job, args.steps, sizes=sizes)
         run.train(lambda run, step: print(f"step {step}: loss {run.losses[step - 1]:.4f}", flush=True))
     finally:
         job.kill()

@@ -66,7 +66,8 @@ class JobFile(msgspec.Struct):
 
     ``submitted``: the names that a scheduler has given to the job, such as the number of a Slurm job. ``is_begun``: a
     submission was begun. The scheduler may have the job although ``submitted`` is empty. ``unanswered_at``: when a
-    submission was begun whose outcome is not known, in seconds since 1970; 0 if there is none.
+    submission, also one of further hosts, was begun whose outcome is not known, in seconds since 1970; 0 if there is
+    none.
     """
 
     version: int

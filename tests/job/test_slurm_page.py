@@ -32,7 +32,7 @@ def test_programs_and_commands_of_the_page_run(
     monkeypatch.setitem(cluster.environment, "XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setitem(cluster.environment, "PATH", f"{Path(sys.executable).parent}:{cluster.environment['PATH']}")
     _, *commands = blocks("sh")
-    doctor, ranks, train, inside, controller, survive, submit, logs, end = [
+    doctor, ranks, train, inside, controller, survive, resize, submit, logs, end = [
         cluster.run("bash", "-ec", f"cd {tmp_path}; {command}") for command in commands
     ]
     assert sorted(re.findall(r"^([01]): ok  torch ", doctor, re.MULTILINE)) == ["0", "1"], doctor
@@ -43,6 +43,7 @@ def test_programs_and_commands_of_the_page_run(
     assert (tmp_path / "inside.log").read_text() == f"nodes: {' '.join(cluster.nodes[:2])}\n"
     assert controller == "processes: 4\n"
     assert re.findall(r"^step (\d+): loss \d\.\d{4}$", survive, re.MULTILINE) == [str(step + 1) for step in range(10)]
+    assert resize == "processes: 4\nprocesses: 3\n"
     up = "trainers[0]: up\ntrainers[1]: up\n"
     assert submit.startswith(up)
     assert re.search(r"^ *\d+ +main +monarch-", submit, re.MULTILINE), submit

@@ -35,6 +35,11 @@ class Allocation:
         return replace(self, hosts=left)
 
     @property
+    def places(self) -> list[tuple[str, int]]:
+        """Mesh and index of each host."""
+        return [(mesh, index) for mesh, indices in self.hosts.items() for index in indices]
+
+    @property
     def is_empty(self) -> bool:
         return not any(self.hosts.values())
 

@@ -20,7 +20,10 @@ _OUTAGE = re.compile(r"Unable to contact slurm controller|Socket timed out|Conne
 _UNKNOWN_JOB = re.compile(r"Invalid job id|No job found|Invalid job array")
 
 # Variables that change what the commands print, which jobs they find, when they return, and how many jobs sbatch makes.
-_OPTIONS = re.compile(r"(SQUEUE|SCONTROL|SINFO|SCANCEL)_\w+|SLURM_(TIME_FORMAT|JSON|YAML)|SBATCH_(WAIT|ARRAY_INX)")
+# In a job, by its number, scontrol writes a script into the working directory when it changes the nodes of any job.
+_OPTIONS = re.compile(
+    r"(SQUEUE|SCONTROL|SINFO|SCANCEL)_\w+|SLURM_(TIME_FORMAT|JSON|YAML|JOB_?ID)|SBATCH_(WAIT|ARRAY_INX)"
+)
 
 
 class _CommandError(JobError):
@@ -130,6 +133,16 @@ def node_problems(nodes: str) -> dict[str, str]:
         elif state.endswith("*"):
             found[name] = f"node {name} does not respond to Slurm"
     return found
+
+
+def node_names(nodes: str) -> list[str]:
+    """Return the names of nodes, such as of "n[1-2]"."""
+    return _ask("scontrol", "show", "hostnames", nodes).split() if nodes else []
+
+
+def keep_nodes(number: int, nodes: Sequence[str]) -> None:
+    """Let a running job have only these of its nodes. Slurm kills its processes on the others. Raises JobError."""
+    run(["scontrol", "update", f"JobId={number}", f"NodeList={','.join(nodes)}"])
 
 
 def cancel(what: str) -> None:

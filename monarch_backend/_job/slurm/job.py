@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 from typing_extensions import Self
 
 from monarch_backend._core.state import make_private
@@ -39,9 +40,10 @@ from monarch_backend._job.scheduled import (
 )
 from monarch_backend._job.slurm import commands, messages
 from monarch_backend._job.slurm.allocations import Allocation, read_allocations, write_allocations
-from monarch_backend._job.slurm.node import NOTICE_SIGNAL, Report, read_reports, report_path
+from monarch_backend._job.slurm.node import NOTICE_SIGNAL, Report, ended_path, read_reports, report_path
 from monarch_backend._job.slurm.records import SlurmRecord
 from monarch_backend._job.state_file import JobFile
+from monarch_backend._transport.network.auth import write_private
 
 QUERY_INTERVAL_S = 2.0
 """Seconds between two questions to slurmctld while the job waits in the queue."""
@@ -92,7 +94,7 @@ class SlurmJob(ScheduledJob):
     The folder of the job's file, ``path``, must be on a file system that all nodes have, such as the home directory.
     Other users cannot read it.
 
-    `resize` submits a further Slurm job for new hosts.
+    `resize` submits a further Slurm job for new hosts, and gives the nodes of ended hosts back.
 
     Raises ValueError for invalid values.
 
@@ -320,9 +322,12 @@ class SlurmJob(ScheduledJob):
         A further Slurm job with the options of the mesh gets the new hosts, and has its own time limit. If not all
         hosts listen within ``timeout`` seconds, or after Ctrl-C, it is cancelled, and the mesh has its former size.
 
+        Hosts with the highest indices are ended first. Slurm gets their nodes back at once, except from a heterogeneous
+        job, from one that does not run yet, and where Slurm refuses it, which is logged. Then it gets them when the job
+        ends.
+
         Raises ValueError and JobError as `Job.resize` does. Raises JobError with Slurm's reason if the further job is
-        refused or does not start in time. Raises JobError for a job in the program's own allocation, and for fewer
-        hosts than a submitted job has.
+        refused or does not start in time. Raises JobError for a job in the program's own allocation.
 
         >>> from monarch_backend.job import SlurmJob
         >>> job = SlurmJob(time="1:00:00").add_mesh("trainers", 2)
@@ -350,42 +355,103 @@ class SlurmJob(ScheduledJob):
         self._cancel_strays(file)
         allocations = read_allocations(file)
         there = max(each.hosts[mesh].stop for each in allocations if mesh in each.hosts)
+        if count > there and (left := _accept_time_left(file)):
+            raise JobError(f"{_not_answered(_slurm_name(file))}. Call resize() again in {left} s, or kill()")
         if count > there:
             self._growth = self._submit_further(file, mesh, range(there, count))
             write_allocations(file, [*allocations, self._growth])
         elif count < there:
-            raise JobError(f"job {self.name!r}: a mesh of a submitted SlurmJob cannot get fewer hosts")
+            self._shrink(allocations, mesh, count)
+            smaller = [each.without(mesh, count) for each in allocations]
+            write_allocations(file, [each for each in smaller if not each.is_empty])
+
+    def _shrink(self, allocations: Sequence[Allocation], mesh: str, count: int) -> None:
+        """Cancel Slurm jobs of which no host is left, and end hosts of others, from the last one on."""
+        cancelled = []
+        for each in reversed(allocations):
+            left = each.without(mesh, count)
+            if left.is_empty:
+                commands.cancel(str(each.number))
+                cancelled.append(each.number)
+            elif left != each:
+                self._end_some(each, left)
+        _wait_until_ended(functools.partial(_jobs_that_run, cancelled))
+
+    def _end_some(self, before: Allocation, left: Allocation) -> None:
+        """End hosts of a Slurm job, and return when they have ended.
+
+        A job that runs gives their nodes back. Otherwise the nodes stay allocated until it ends: a job that waits or
+        is requeued starts with the number of nodes in its script, and components of a heterogeneous job are fixed.
+        """
+        number = before.number
+        stops = {mesh: indices.stop for mesh, indices in left.hosts.items()}
+        write_private(ended_path(before.folder, number), msgspec.json.encode(stops))
+        records = commands.show(number)
+        if not any(each.state == "RUNNING" for each in records):
+            return
+        start = f"{number}.{records[0].restarts}"
+        running = {where: each for where, each in read_reports(before.folder).items() if each.start == start}
+        kept = [running[where].node for where in left.places if where in running]
+        if len(records) == 1 and len(kept) == len(left.places):
+            if set(commands.node_names(records[0].nodes)) <= set(kept):
+                return
+            try:
+                commands.keep_nodes(number, kept)
+            except JobError as refusal:
+                log.warning("job %s: nodes of ended hosts stay allocated until Slurm job %d ends, because Slurm does "
+                            "not take them back: %s", self.name, number, refusal)  # fmt: skip
+            else:
+                return
+        surplus = [where for where in before.places if where not in left.places and where in running]
+
+        def those_that_run() -> str:
+            reports = read_reports(before.folder)
+            current = [(where, reports[where]) for where in surplus if where in reports]
+            left = [where for where, report in current if report.start == start and not report.ended]
+            if not left or not _jobs_that_run([number]):
+                return ""
+            return ", ".join(f"{mesh}[{index}]" for mesh, index in left)
+
+        _wait_until_ended(those_that_run)
 
     def _submit_further(self, file: JobFile, mesh: str, indices: range) -> Allocation:
-        """Submit a Slurm job for further hosts of a mesh. After an error there is none."""
+        """Submit a Slurm job for further hosts of a mesh. After an error there is none, or `unanswered_at` is set."""
         hosts, folder = {mesh: indices}, _new_further_folder(self._folder)
         words, script = self._sbatch_command(file, hosts, folder), self._script(file, hosts, folder)
+        file.unanswered_at = time.time()
+        state_file.write(self.path, file)
         try:
-            return Allocation(_sbatch(words, script), folder, hosts, is_further=True)
+            number = _sbatch(words, script)
         except BaseException as error:  # Ctrl-C, too, after which it may have been submitted
             is_open = not isinstance(error, JobError) or commands.is_outage(error)
-            advice = "Slurm may still accept the job for new hosts: another resize() cancels it then, or kill()"
+            advice = "Slurm may still accept the job for the new hosts: resize() and kill() cancel it then"
             try:
-                is_open = not self._cancel_strays(file, WITHDRAW_TIMEOUT_S if is_open else 0.0) and is_open
+                self._cancel_strays(file, WITHDRAW_TIMEOUT_S if is_open else 0.0)
             except JobError as left:
                 is_open, advice = True, f"{advice} ({left})"
-            if is_open and isinstance(error, JobError):
+            if not is_open:
+                file.unanswered_at = 0.0
+            state_file.write(self.path, file)
+            if file.unanswered_at and isinstance(error, JobError):
                 raise JobError(f"{error}; {advice}") from error
-            if is_open:
+            if file.unanswered_at:
                 log.warning("job %s: %s", self.name, advice)
             raise
+        file.unanswered_at = 0.0
+        return Allocation(number, folder, hosts, is_further=True)
 
-    def _cancel_strays(self, file: JobFile, seconds: float = 0.0) -> list[int]:
-        """Cancel Slurm jobs of this job that its file does not list, and return their numbers.
+    def _cancel_strays(self, file: JobFile, seconds: float = 0.0) -> None:
+        """Cancel a Slurm job that the file does not list, if a growth may have submitted one.
 
-        Slurm has accepted them after they were given up, or a program has died before it wrote their numbers.
+        Slurm has accepted it after the growth was given up, or a program has died before it wrote its number.
         """
-        known = {each.number for each in read_allocations(file)}
-        strays = _search(lambda: [each for each in commands.find_by_name(_slurm_name(file)) if each not in known],
-                         seconds)  # fmt: skip
+        if not file.unanswered_at:
+            return
+        strays = _search(functools.partial(_find_strays, file), seconds)
         for each in strays:
             commands.cancel(str(each))
-        return strays
+        if strays:
+            file.unanswered_at = 0.0
 
     def _withdraw_growth(self, mesh: str) -> None:
         """Cancel the further Slurm job of a growth that has failed, and give the mesh its former size."""
@@ -397,19 +463,22 @@ class SlurmJob(ScheduledJob):
                 file = self._read()
                 if file is None:  # kill() has ended it
                     return
-                commands.cancel(str(growth.number))
-                allocations = read_allocations(file)
-                if growth in allocations:
-                    write_allocations(file, [each for each in allocations if each != growth])
-                    self._set_size(mesh, growth.hosts[mesh].start)
-                    file.description = self._described()
-                    file.hosts = [
-                        each for each in file.hosts if each.mesh != mesh or each.index not in growth.hosts[mesh]
-                    ]
+                others = [each for each in read_allocations(file) if each.number != growth.number]
+                size, first = file.description["meshes"][mesh], growth.hosts[mesh].start
+                if all(each.hosts.get(mesh, range(0)).stop <= first for each in others):
+                    commands.cancel(str(growth.number))
+                    write_allocations(file, others)
+                    size["hosts"] = min(size["hosts"], first)
+                    file.hosts = [each for each in file.hosts if each.mesh != mesh or each.index < first]
                     state_file.write(self.path, file)
+                else:
+                    log.warning("job %s: mesh %s keeps the hosts of this growth, because another program has added "
+                                "hosts after them", self.name, mesh)  # fmt: skip
+                self._set_size(mesh, size["hosts"])
             _wait_until_ended(functools.partial(_jobs_that_run, [growth.number]))
         except (JobError, OSError) as left:
-            log.warning("job %s: Slurm job %d of a growth that has failed may run: %s", self.name, growth.number, left)
+            log.warning("job %s: Slurm job %d of a growth that has failed may run, until kill(): %s",
+                        self.name, growth.number, left)  # fmt: skip
 
     # ---- search
 
@@ -489,7 +558,8 @@ class SlurmJob(ScheduledJob):
 
     def _remove(self, file: JobFile) -> None:
         number, step, name = file.submitted.get("job"), file.submitted.get("step"), _slurm_name(file)
-        seconds = WITHDRAW_TIMEOUT_S if file.is_begun and number is None else 0.0
+        is_open = file.unanswered_at or (file.is_begun and number is None)
+        seconds = WITHDRAW_TIMEOUT_S if is_open else 0.0
         if step is not None or (number is None and self._in_allocation):
             step = step or _search(lambda: commands.find_step(None, name), seconds)
             if step is None:
@@ -500,9 +570,9 @@ class SlurmJob(ScheduledJob):
             known = [each.number for each in read_allocations(file)]
             for each in known:
                 commands.cancel(str(each))
-            found = _search(lambda: commands.find_by_name(name), seconds)
+            found = _search(functools.partial(_find_strays, file), seconds)
             commands.cancel(f"--name={name}")  # also a job of an earlier submission that was accepted late
-            if number is None and not found and (left := _accept_time_left(file)):
+            if not found and (left := _accept_time_left(file)):
                 raise JobError(f"{_not_answered(name)}. It was not found yet: call kill() again in {left} s")
             ended = functools.partial(_jobs_that_run, {*known, *found})
         _wait_until_ended(ended)
@@ -583,6 +653,12 @@ def _search(find: Callable[[], _T], seconds: float) -> _T:
     return found
 
 
+def _find_strays(file: JobFile) -> list[int]:
+    """Return the numbers of Slurm jobs of this job that its file does not list."""
+    known = {each.number for each in read_allocations(file)}
+    return [each for each in commands.find_by_name(_slurm_name(file)) if each not in known]
+
+
 def _accept_time_left(file: JobFile) -> int:
     """Return the seconds in which Slurm may still accept a submission without a known outcome; 0 if there is none."""
     age = abs(time.time() - file.unanswered_at)  # another machine's clock may differ
@@ -641,6 +717,8 @@ def _remove_reports(folder: Path) -> None:
     """Remove the addresses of hosts. Their logs stay until the next submission under this name."""
     for mesh, index in read_reports(folder):
         report_path(folder, mesh, index).unlink(missing_ok=True)
+    for ended in folder.glob("ended-*.json"):
+        ended.unlink(missing_ok=True)
 
 
 def _further_folders(folder: Path) -> list[Path]:

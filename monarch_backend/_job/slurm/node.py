@@ -6,10 +6,13 @@ A small parent process waits for the daemon. If the daemon is killed, the parent
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +27,9 @@ NOTICE_SIGNAL = signal.SIGURG
 """Signal before the end of the time limit. Slurm sends it to all processes of a node, and most ignore this one."""
 
 _FIRST_SIGTERM = signal.SIGUSR2
+
+ENDED_POLL_INTERVAL_S = 1.0
+"""Seconds between two looks of a node for the end of its host by `SlurmJob.resize`."""
 
 
 class Report(msgspec.Struct):
@@ -57,6 +63,21 @@ def read_reports(folder: Path) -> dict[tuple[str, int], Report]:
             except (OSError, msgspec.DecodeError):
                 continue  # it is being replaced or removed
     return found
+
+
+def ended_path(folder: Path, number: str | int) -> Path:
+    """Return the file with the hosts that a Slurm job keeps after a resize: by mesh, the first index that has ended.
+
+    Its name has the number, because another job may use the folder later.
+    """
+    return folder / f"ended-{number}.json"
+
+
+def _is_ended(path: Path, mesh: str, index: int) -> bool:
+    try:
+        return index >= msgspec.json.decode(path.read_bytes(), type=dict[str, int])[mesh]
+    except (OSError, msgspec.DecodeError, KeyError):
+        return False
 
 
 def start_of(variables: Mapping[str, str]) -> str:
@@ -108,6 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     report = Report(start_of(os.environ), node, log=str(args.folder / f"{mesh}.{index}.log"))
     path = report_path(args.folder, mesh, index)
+    ended = ended_path(args.folder, report.start.partition(".")[0])
+    if _is_ended(ended, mesh, index):  # the job was requeued, and has all of its nodes again
+        print(f"{mesh}[{index}] was ended by a resize, and does not start again", flush=True)
+        return 0
     launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     for name in [name for name in os.environ if OF_A_RANK.fullmatch(name)]:
         del os.environ[name]
@@ -126,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stderr.flush()
             os._exit(code)
+    threading.Thread(target=_end_after_resize, args=(ended, mesh, index, child), daemon=True).start()
     code = _wait(child, has_notice=args.notice > 0)
     report.ended = f"its daemon has ended with {code}" if code >= 0 else f"its daemon was killed by signal {-code}"
     current = read_reports(args.folder).get((mesh, index))
@@ -133,6 +159,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if path.parent.is_dir() and (current is None or current.start == report.start):
         write()
     return 0
+
+
+def _end_after_resize(path: Path, mesh: str, index: int, child: int) -> None:
+    """End the host when a resize has ended it. Where Slurm takes its node from the job, Slurm does that earlier."""
+    while not _is_ended(path, mesh, index):
+        time.sleep(ENDED_POLL_INTERVAL_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGINT)  # with a notice, SIGTERM would only begin it
 
 
 def _run_host(args: argparse.Namespace, report: Report, address: str, write: Callable[[], None]) -> int:
