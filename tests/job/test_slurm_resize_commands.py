@@ -305,6 +305,27 @@ def test_growth_of_a_killed_program_is_in_the_jobs_file(job: SlurmJob, slurm: Sl
     assert job.can_run(Job.load(job.path))
 
 
+def test_growth_before_that_of_another_program_is_kept(
+    job: SlurmJob, slurm: Slurm, caplog: pytest.LogCaptureFixture
+) -> None:
+    slurm.accept(42)
+
+    def grow_more(*_: Any) -> None:
+        slurm.accept(43)
+        other = Job.load(job.path)
+        assert isinstance(other, SlurmJob)
+        slurm.report("42.0", 2, folder="job.slurm/1")
+        grow(other, slurm, 4, 2, 43)
+        raise KeyboardInterrupt
+
+    job._wait_for_change = grow_more  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        job.resize("trainers", 3)
+    assert slurm.jobs.read_text() == "41\n42\n43\n"
+    assert "another program has added hosts after them" in caplog.text
+    assert [each.state for each in job.status()] == ["up"] * 4
+
+
 def test_job_in_the_programs_allocation_is_not_resized(job: SlurmJob, slurm: Slurm, tmp_path: Path) -> None:
     inside = SlurmJob(name="inside", path=tmp_path / "inside.json", in_allocation=True).add_mesh("trainers", 1)
     file = inside._new_file(inside.path)

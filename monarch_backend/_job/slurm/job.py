@@ -323,8 +323,8 @@ class SlurmJob(ScheduledJob):
         hosts listen within ``timeout`` seconds, or after Ctrl-C, it is cancelled, and the mesh has its former size.
 
         Hosts with the highest indices are ended first. Slurm gets their nodes back at once, except from a heterogeneous
-        job, from one that does not run yet, and where Slurm refuses it, which is logged. Then it gets them when the job
-        ends.
+        job, from one whose hosts do not listen yet, and where Slurm refuses it, which is logged. Then it gets them when
+        the job ends.
 
         Raises ValueError and JobError as `Job.resize` does. Raises JobError with Slurm's reason if the further job is
         refused or does not start in time. Raises JobError for a job in the program's own allocation.
@@ -465,16 +465,18 @@ class SlurmJob(ScheduledJob):
                     return
                 others = [each for each in read_allocations(file) if each.number != growth.number]
                 size, first = file.description["meshes"][mesh], growth.hosts[mesh].start
-                if all(each.hosts.get(mesh, range(0)).stop <= first for each in others):
-                    commands.cancel(str(growth.number))
-                    write_allocations(file, others)
-                    size["hosts"] = min(size["hosts"], first)
-                    file.hosts = [each for each in file.hosts if each.mesh != mesh or each.index < first]
-                    state_file.write(self.path, file)
-                else:
+                if any(each.hosts.get(mesh, range(0)).stop > first for each in others):
+                    self._set_size(mesh, size["hosts"])
                     log.warning("job %s: mesh %s keeps the hosts of this growth, because another program has added "
                                 "hosts after them", self.name, mesh)  # fmt: skip
+                    return
+                commands.cancel(str(growth.number))
+                write_allocations(file, others)
+                size["hosts"] = min(size["hosts"], first)
                 self._set_size(mesh, size["hosts"])
+                file.hosts = [each for each in file.hosts if each.mesh != mesh or each.index < first]
+                file.unanswered_at = 0.0
+                state_file.write(self.path, file)
             _wait_until_ended(functools.partial(_jobs_that_run, [growth.number]))
         except (JobError, OSError) as left:
             log.warning("job %s: Slurm job %d of a growth that has failed may run, until kill(): %s",
