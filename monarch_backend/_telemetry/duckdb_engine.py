@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MAX_MEMORY_BYTES = 1 << 30
 """Memory that a query may take beside that of its tables."""
 
+_START = b"\0monarch_backend answer\0"
+"""Bytes before the answer. Code that runs when the interpreter starts may print before it."""
+
 MAX_THREADS = 4
 """Threads of a query: the machine also runs the programs that it is about."""
 
@@ -97,7 +100,10 @@ def select(
     if child.returncode:
         last = child.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise ValueError(f"DuckDB has ended with the exit code {child.returncode}: {last}")
-    answer = pickle.loads(child.stdout)
+    _, found, data = child.stdout.partition(_START)
+    if not found:
+        raise ValueError("DuckDB has ended without an answer")
+    answer = pickle.loads(data)
     if isinstance(answer, Exception):
         raise answer
     columns, rows, is_truncated = answer
@@ -187,6 +193,8 @@ def _size(value: object) -> int:
 
 
 def _main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what other code prints is no part of the answer
     import duckdb
 
     connection = duckdb.connect(":memory:", config=_SETTINGS)
@@ -195,8 +203,9 @@ def _main() -> None:
     except (ValueError, PermissionError, MemoryError) as error:
         answer = error
     signal.setitimer(signal.ITIMER_REAL, 0)
-    pickle.dump(answer, sys.stdout.buffer)
-    sys.stdout.flush()
+    answers.write(_START)
+    pickle.dump(answer, answers)
+    answers.flush()
     os._exit(0)  # else the rest of a cut answer is awaited
 
 

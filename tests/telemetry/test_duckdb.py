@@ -311,3 +311,11 @@ def test_command_names_the_missing_package(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert 'pip install "monarch_backend[duckdb]"' in done.stderr
+
+
+@needs_duckdb
+def test_output_of_other_code_is_no_part_of_the_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such code runs when the interpreter starts, or while modules are imported."""
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert duckdb_engine.select("select 1", {}, 10.0, 10, 1000)[1] == [(1,)]
