@@ -51,7 +51,7 @@ struct ControlBlock {
   alignas(64) std::array<Header, 2> headers;
   // "raised ValueError: text". Written before `culprit`, or before the process ends; empty if nothing failed here.
   std::array<char, reason_bytes> reason;
-  // Line of code that called an operation about which the ranks disagree, and the number of that operation.
+  // Line of code that called, or waits for, an operation about which the ranks disagree, and its number.
   std::array<char, place_bytes> place;
   std::atomic<std::uint64_t> placed;
   // Followed by, for n ranks: u32 closed_flags[n] (each set by another rank when it closes), u64 table[2][2 * n] (bytes
@@ -97,7 +97,7 @@ class Group {
   void expire_if_due(Operation& operation);
   // Why this rank is about to close the group or to end, for the errors of the others. UTF-8; cut to reason_bytes - 1.
   void set_reason(const std::string& text);
-  // The line of code from which this rank has called an operation about which the ranks disagree. UTF-8; cut to
+  // The line of code that called, or waits for, an operation about which the ranks disagree. UTF-8; cut to
   // place_bytes - 1. `places` has that of each rank, empty where it is not known yet.
   void set_place(std::uint64_t sequence, const std::string& text);
   std::vector<std::string> places(std::uint64_t sequence);

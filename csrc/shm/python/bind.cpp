@@ -212,12 +212,18 @@ void bind_shared_memory(py::module_& m) {
              return is_done(op);
            },
            Release())
-      .def("set_reason", &Group::set_reason)
-      .def("set_place", &Group::set_place)
+      // Without the lock of the interpreter: the end of an operation takes it while the group is locked.
+      .def("set_reason", &Group::set_reason, Release())
+      .def("set_place", &Group::set_place, Release())
       .def("places",
            [](Group& group, std::uint64_t sequence) {
+             std::vector<std::string> places;
+             {
+               const py::gil_scoped_release release;
+               places = group.places(sequence);
+             }
              py::list found;
-             for (const std::string& text : group.places(sequence)) found.append(py::bytes(text));
+             for (const std::string& text : places) found.append(py::bytes(text));
              return found;
            })
       .def("close", &Group::close, Release());

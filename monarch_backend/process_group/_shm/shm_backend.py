@@ -311,7 +311,10 @@ def explained(failure: tuple[str, int, str], members: Sequence[str], me: int, cl
 
 
 PLACES_TIMEOUT_S = 0.2
-"""Seconds for the ranks of a failed operation to tell the lines from which they have called it."""
+"""Seconds in which the ranks of a failed operation must give the lines from which they have called it."""
+
+_NO_LINE = "-"
+"""In place of the line of a rank whose thread runs no code of the user."""
 
 _FOLDERS = PACKAGE_FOLDER, os.path.dirname(torch.__file__) + os.sep
 
@@ -384,17 +387,19 @@ class SharedMemory:
         return error
 
     def _with_lines(self, text: str, operation: int) -> str:
-        """Add the line of each rank to the text of ranks that disagree. All of them have failed, so all tell theirs."""
-        line = _line_of_caller()
-        if line:
-            self.native.set_place(operation, line)
+        """Add the line of each rank's call to the text of ranks that disagree.
+
+        All calls have failed, so each rank gives its line. Of an asynchronous call, it is the line that waits.
+        """
+        self.native.set_place(operation, _line_of_caller() or _NO_LINE)
         until = time.monotonic() + PLACES_TIMEOUT_S
         while not all(places := self.native.places(operation)) and time.monotonic() < until:
             time.sleep(0.001)
         calls = re.split(r"; (?=rank \d+ called )", text)
         if len(calls) != len(places):
             return text
-        lines = [f" at {place.decode(errors='replace')}" if place else "" for place in places]
+        texts = [place.decode(errors="replace") for place in places]
+        lines = [f" at {place}" if place not in ("", _NO_LINE) else "" for place in texts]
         return "; ".join(map(operator.add, calls, lines))
 
     def _line_of(self, rank: int) -> str:
