@@ -12,7 +12,7 @@ import pytest
 from monarch_backend._core import platform
 from monarch_backend._telemetry import program_recording
 from monarch_backend._telemetry.kinds import Kind
-from monarch_backend.actor import Actor, ProcMesh, endpoint
+from monarch_backend.actor import Actor, ProcMesh, concurrent_endpoint, endpoint
 from tests.actor.actors import running
 from tests.actor.support import PATIENCE
 from tests.support.waiting import wait_until
@@ -53,6 +53,25 @@ def _queue(actor: str) -> int | None:
     activities = [each for process in recording.processes for each in process.recorded.activities]
     shown = [each.waiting for each in activities if each.kind == Kind.MESSAGE and each.name == actor and each.state]
     return shown[0] if shown else None
+
+
+class Concurrent(Async):
+    @concurrent_endpoint
+    async def wait_for(self, path: str) -> None:
+        while not Path(path).exists():
+            await asyncio.sleep(0.01)
+
+
+def test_queue_behind_a_concurrent_message_gets_shorter(procs: ProcMesh, tmp_path: Path) -> None:
+    actor = procs.spawn("concurrent", Concurrent)
+    running = actor.wait_for.call_one(str(tmp_path / "go"))
+    wait_until(lambda: _queue("concurrent") == 0, PATIENCE)
+    for each in [actor.pass_by.call_one() for _ in range(20)]:
+        each.get(PATIENCE)
+    wait_until(lambda: _queue("concurrent") == 0, PATIENCE)
+    (tmp_path / "go").touch()
+    running.get(PATIENCE)
+    actor.stop().get(PATIENCE)
 
 
 @pytest.mark.parametrize("cls", [Plain, Async])

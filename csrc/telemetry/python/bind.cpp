@@ -68,7 +68,8 @@ PyObject* begin_activity(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* note_queue(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!has(count, 2, "note_queue")) return nullptr;
   auto* const cell = reinterpret_cast<Cell*>(integer(args[0]));
-  if (owns(cell)) __atomic_store_n(&cell->waiting, static_cast<std::uint32_t>(integer(args[1])), __ATOMIC_RELAXED);
+  // An actor that has ended meanwhile has released its cell.
+  if (owns(cell) && cell->kind == static_cast<std::uint16_t>(Kind::message)) __atomic_store_n(&cell->waiting, static_cast<std::uint32_t>(integer(args[1])), __ATOMIC_RELAXED);
   if (PyErr_Occurred()) return nullptr;
   Py_RETURN_NONE;
 }

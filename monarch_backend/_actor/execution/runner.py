@@ -247,6 +247,8 @@ class ActorRunner:
         """Cancel a call, queued or running. Called on the reading thread."""
         if not self.inbox.cancel(peer, message.ref):
             self.code.cancel(peer, message.ref, message.reason)
+        elif self.is_busy():
+            self._show_queue()
 
     def supervise(self, failure: MeshFailure) -> None:
         """Handle the failure of a mesh that this actor has spawned. Called on the reading thread."""
