@@ -407,7 +407,7 @@ class RayJob(ScheduledJob):
 
     def _can_start_hosts(self, ray: Any, file: JobFile) -> bool:
         """Return whether this program starts hosts. Those of a tethered job end with the program that does."""
-        return not self._tether or self._within(CLUSTER_TIMEOUT_S, lambda: _driver(ray)) == file.submitted["driver"]
+        return not self._tether or self._within(CLUSTER_TIMEOUT_S, lambda: _driver(ray)) == file.submitted.get("driver")
 
     def _start_missing(self, file: JobFile, plans: Sequence[Plan], until: float) -> None:  # noqa: ARG002
         """Start an actor for each host that has none, in the bundle of a host that was removed or in a new group."""
@@ -524,7 +524,7 @@ def _actor_name(file: JobFile, plan: Plan) -> str:
 
 def _applied_meshes(file: JobFile) -> Mapping[str, int]:
     """Return the sizes of the meshes when the job was applied: the bundles of its first placement group."""
-    sizes: Mapping[str, int] = (file.submitted or file.description)["meshes"]
+    sizes: Mapping[str, int] = (file.submitted or {}).get("meshes", file.description["meshes"])
     return sizes
 
 
