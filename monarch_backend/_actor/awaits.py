@@ -1,7 +1,8 @@
 """Replies that coroutines await: they get notices if they last, and those of actors are checked for deadlocks.
 
 A timer for each await would cost more than the call. So an await only notes its actor. A look at the noted actors
-follows after `LOOK_S`. An await that is found at two looks has lasted, and the detector begins to probe.
+follows after `LOOK_S`. An await that is found at two looks has lasted, and the detector begins to probe. An actor that
+has a timer or another task then is looked at again, at growing intervals.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1
 """Seconds between two looks. The third one after the start of an await begins to probe, so up to 0.3 s later."""
+
+MAX_LOOK_S = 10.0
+"""Longest interval between looks at an actor that awaits no call alone."""
 
 
 class Awaits:
@@ -54,7 +58,7 @@ class Awaits:
             self._runtime.progress.later(LOOK_S, self._look)
 
     def _look(self) -> None:
-        """Look at the noted actors. Those with the message of the last look are asked for what they await."""
+        """Look at the noted actors. For those with the message of the last look, find what they await."""
         self._is_armed = False  # first, so that an await that begins meanwhile is not missed
         for _ in range(len(self._actors)):
             runner = self._actors.pop()
@@ -71,9 +75,13 @@ class Awaits:
         """Begin to probe if the actor awaits what it did at the last look. Called on its event loop."""
         handled, awaited = runner.handled, runner.awaited()
         begun = None if awaited is None else self._begun.get(awaited)
-        if handled is None or begun is None:
+        if handled is None:
             return
-        if handled.seen is awaited:
+        if begun is None:
+            handled.pause_s = min(2 * handled.pause_s + LOOK_S, MAX_LOOK_S)
+            again = lambda: self._note(runner) if runner.handled is handled else None  # noqa: E731
+            self._runtime.progress.later(handled.pause_s, again)
+        elif handled.seen is awaited:
             self._runtime.deadlocks.begin_await(runner, *begun, awaited)
         else:
             handled.seen = awaited

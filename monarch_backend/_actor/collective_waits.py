@@ -1,19 +1,21 @@
 """Edges of the wait-for graph through collectives: an actor in a collective waits for the ranks that do not come.
 
-The threads of shared-memory groups and the recordings of this machine tell. Reading recordings takes milliseconds, so
-it has a thread of its own. Such an edge is certain:
+The edges are in the threads of shared-memory groups and in the recordings of this machine. Reading these takes
+milliseconds, so it has a thread of its own. Such an edge is certain:
 
 - The actor's own thread waits in the collective, so it does nothing else.
 - A late rank waits itself, as the only actor of its process, and no thread of the process runs a user's code. So no
   other code can enter the collective for it.
 
-Only the end of the group could still end the wait: its timeout, or the end of a rank.
+An actor that is spawned in that process later could enter the collective, and the end of the group ends the wait: its
+timeout, or the end of a rank. These do not count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,10 @@ from monarch_backend._telemetry import late_ranks
 if TYPE_CHECKING:
     from monarch_backend._actor.execution.runner import ActorRunner
     from monarch_backend._actor.runtime import Runtime
+
+
+MAX_LOOKS = 64
+"""Looks that wait for the one that runs."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class CollectiveWaits:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._is_looking = False
+        self._looks: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque(maxlen=MAX_LOOKS)
 
     def find(self, runner: ActorRunner, then: Callable[[EnteredCollective], None]) -> None:
         """Call ``then`` if this actor's thread waits in a collective for other ranks of this machine."""
@@ -65,24 +72,36 @@ class CollectiveWaits:
     def only_actor(self) -> ActorRunner | None:
         """Return the actor without which this process enters no collective, None if there may be other code."""
         runtime = self._runtime
-        runners = [each for each in list(runtime.runners.values()) if each.failure is None and not _is_idle(each)]
-        if runtime.root is None or len(runners) != 1 or not has_no_other_thread({runners[0].code.thread_id}):
+        there = [each for each in list(runtime.runners.values()) if each.failure is None]
+        runners = [each for each in there if not _is_idle(each)]
+        if (
+            runtime.root is None
+            or len(runners) != 1
+            or not has_no_other_thread({each.code.thread_id for each in there})
+        ):
             return None
         return runners[0]
 
     def _look(self, look: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Look on a thread, one at a time: the others are repeated with the next probes."""
-        if self._is_looking:
+        """Look on a thread, one look after the other. The oldest of too many is dropped: probes are repeated."""
+        self._looks.append((look, then))
+        if not self._is_looking:
+            self._is_looking = True
+            self._start_next()
+
+    def _start_next(self) -> None:
+        if not self._looks:
+            self._is_looking = False
             return
-        self._is_looking = True
+        look, then = self._looks.popleft()
 
         def end(found: Any) -> None:
-            self._is_looking = False
+            self._start_next()
             then(found)
 
         def run() -> None:
             found = None
-            with contextlib.suppress(OSError, ValueError, NotImplementedError):  # recordings cannot be read here
+            with contextlib.suppress(Exception):  # recordings that cannot be read here, or change meanwhile
                 found = look()
             self._runtime.call_soon(lambda: end(found))
 

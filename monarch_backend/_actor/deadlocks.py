@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.calls.codec import HOST, read_prefix
@@ -45,6 +45,7 @@ from monarch_backend._transport.local.event_loop import ProgressLoop, Timer, rel
 from monarch_backend._transport.local.flow_control import credit_of
 from monarch_backend._transport.local.frames import Deadlock, DeadlockMember, DeadlockStep, Frame
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
+from monarch_backend._transport.tokens import identity_of
 
 if TYPE_CHECKING:
     from monarch_backend._actor.execution.async_runner import AsyncActorRunner
@@ -329,7 +330,7 @@ class DeadlockDetector:
         if probe.actor == _ANY_ACTOR:
             self._follow(peer, probe, self._full(peer, probe))
         elif probe.actor == _COLLECTIVE:
-            self._collectives.confirm_late(probe.ref, probe.received, lambda: self._follow_late_rank(peer, probe))
+            self._follow_to_late_rank(peer, probe)
         elif (wait := self._waits.get(probe.actor)) is not None:
             self._confirm(wait, lambda: self._follow(peer, probe, self._blocked(peer, probe)))
         elif (runner := self._runtime.runners.get(probe.actor)) is not None and not runner.code.is_ending():
@@ -362,16 +363,31 @@ class DeadlockDetector:
         endpoint = read_prefix(answer.prefix)[0].method
         path = [*members, self._member_of(runner, entered.group, endpoint, entered.text, in_collective=True)]
         step = Deadlock(DeadlockStep.PROBE, probe.number, _COLLECTIVE, entered.group, path, entered.number)
-        for late in list(self._runtime.router.peers.values()):
-            if late.identity in entered.late:
-                self._runtime.router.tell(late, step)
+        for late in self._peers_of(entered.late):
+            self._runtime.router.tell(late, step)
 
-    def _follow_late_rank(self, peer: Peer, probe: Deadlock) -> None:
-        """Follow a probe to this process, which has not entered the collective of the last member."""
+    def _peers_of(self, identities: Collection[int]) -> list[Peer]:
+        """Return processes by their identities: those of this process's group, and others with which it has a link."""
+        router = self._runtime.router
+        group = [token for token in self._runtime.group_tokens if identity_of(token) in identities]
+        found = {router.peer(token) for token in group}
+        return list(found | {each for each in list(router.peers.values()) if each.identity in identities})
+
+    def _follow_to_late_rank(self, peer: Peer, probe: Deadlock) -> None:
+        """Follow a probe to this process if it has not entered the collective of the last member.
+
+        The wait that is followed has begun before the look. So the process was late during this wait.
+        """
         runner = self._collectives.only_actor()
         wait = None if runner is None else self._waits.get(runner.actor)
-        if wait is not None:
-            self._confirm(wait, lambda: self._follow(peer, probe, self._wait_of(wait.runner.actor)))
+        if runner is None or wait is None:
+            return
+
+        def follow() -> None:
+            if self._collectives.only_actor() is runner and self._wait_of(runner.actor) is wait:
+                self._confirm(wait, lambda: self._follow(peer, probe, wait))
+
+        self._collectives.confirm_late(probe.ref, probe.received, follow)
 
     def _wait_of(self, actor: int) -> _Wait | None:
         """Return the wait of an actor that goes on until it gets what it waits for."""
@@ -579,7 +595,7 @@ def _error(members: list[DeadlockMember]) -> DeadlockError:
         f"{what}: {edges}\n"
         + "".join(f"  {line}\n" for line in lines)
         + "None would continue: an actor handles one message at a time. Return before "
-        "asking, or call the method of the own instance directly, self.method(...), or make the endpoints concurrent "
+        "asking, or call the method of its own instance directly, self.method(...), or make the endpoints concurrent "
         f"(@concurrent_endpoint and async def).{cure} Calls with a limit of time are not checked.",
         lines,
     )

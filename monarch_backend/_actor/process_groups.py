@@ -34,7 +34,7 @@ class World(Actor):
 
     @endpoint
     def has_started(self) -> None:
-        """Return when earlier calls have ended, in every rank."""
+        """Return once the process has started and earlier calls have ended, in every rank."""
 
     @endpoint
     def listen(self, host: str, seconds: float) -> int:
@@ -46,8 +46,8 @@ class World(Actor):
         return int(self._store.port)
 
     @endpoint
-    def join(self, backend: str, host: str, port: int, seconds: float, homes: list[str]) -> None:
-        """Join the group, in every rank. ``homes`` has the host of each rank."""
+    def join(self, backend: str, host: str, port: int, seconds: float, homes: list[str], tokens: list[str]) -> None:
+        """Join the group, in every rank. ``homes`` has the host of each rank, ``tokens`` its process."""
         import torch._C._distributed_c10d as c10d
         import torch.distributed as dist
 
@@ -62,6 +62,7 @@ class World(Actor):
         )  # fmt: skip
         store = self._store or c10d.TCPStore(host, port, size, timeout=timeout, wait_for_workers=False)
         dist.init_process_group(backend, store=store, rank=rank.rank, world_size=size, timeout=timeout)
+        program().group_tokens = tokens
         if rank.rank != 0:
             self._store = None
 
@@ -123,7 +124,7 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
             world.has_started.call().get()
             master = _master_address(host, others)
             port = first.listen.call_one(master, timeout).get()
-            world.join.call(backend, master, port, timeout, homes).get()
+            world.join.call(backend, master, port, timeout, homes, [core.tokens[rank] for rank in key]).get()
             done._set(None)
         except BaseException as error:
             done._fail(error)

@@ -97,6 +97,7 @@ class Runtime:
         self.disowned = False  # this process is a fork of the runtime's process
         self.home_extent: Extent | None = None  # extent of this process's mesh; None in the main program
         self.home_rank = 0
+        self.group_tokens: list[str] = []  # processes of this process's default group, if a mesh has made it
         self.root: Peer | None = None  # the main program; None if this is it
         self.registry = named_actors.Registry(self)
         self.interrupts = Interrupts(self)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -125,19 +127,42 @@ class Async(Actor):
                 return str(await call)
         if kind == "options":
             return str(await route[0].hop.options(timeout=LONGER_THAN_A_PROBE_S).call_one(route[1:]))
-        assert kind == "another task"
-        task = asyncio.current_task()
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
+        reader, writer = os.pipe()
 
         async def watch() -> None:
             await asyncio.to_thread(time.sleep, LONGER_THAN_A_PROBE_S)  # no timer of the loop
             task.cancel()
 
-        self.tasks.append(asyncio.create_task(watch()))
+        if kind == "another task":
+            self.tasks.append(asyncio.create_task(watch()))
+        elif kind == "equal timers":
+            at = loop.time() + LONGER_THAN_A_PROBE_S
+            first, _ = loop.call_at(at, task.cancel), loop.call_at(at, task.cancel)
+            first.cancel()
+        else:
+            assert kind == "reader"
+            loop.add_reader(reader, task.cancel)
+            threading.Timer(LONGER_THAN_A_PROBE_S, os.write, (writer, b"x")).start()
         try:
             return str(await call)
         except asyncio.CancelledError:
             raise TimeoutError from None
+        finally:
+            loop.remove_reader(reader)
+            os.close(reader)
+            os.close(writer)
+
+    @endpoint
+    async def hop_beside_a_task(self, seconds: float, route: list[ActorMesh]) -> str:
+        """Await while another task sleeps, and after it has ended."""
+        self.tasks.append(asyncio.create_task(asyncio.sleep(seconds)))
+        kept = asyncio.get_running_loop().call_later(0, str)
+        try:
+            return str(await self._noted(route[0].hop.call_one(route[1:])))
+        finally:
+            kept.cancel()
 
     @endpoint
     async def first_of_two(self, route: list[ActorMesh]) -> str:
@@ -258,7 +283,15 @@ def test_broadcast_that_closes_a_cycle_is_found(actors: dict[str, ActorMesh]) ->
     print(f"raised {time.monotonic() - start - LONGER_THAN_A_PROBE_S:.3f} s after the cycle has closed")
 
 
-TIMEOUTS = ["asyncio.wait_for", "anyio", "options", "another task"]
+def test_cycle_raises_once_the_other_task_has_ended(actors: dict[str, ActorMesh]) -> None:
+    first, second, start = actors["async0"], actors["async1"], time.monotonic()
+    call = first.hop_beside_a_task.call_one(LONGER_THAN_A_PROBE_S, [second, first])
+    assert isinstance(call.exception(PATIENCE).__cause__, DeadlockError)
+    assert time.monotonic() - start >= LONGER_THAN_A_PROBE_S
+    _check([first, second], start)
+
+
+TIMEOUTS = ["asyncio.wait_for", "anyio", "options", "another task", "equal timers", "reader"]
 
 
 @pytest.mark.parametrize("kind", ["asyncio.timeout", *TIMEOUTS] if sys.version_info >= (3, 11) else TIMEOUTS)

@@ -6,13 +6,16 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from monarch_backend._actor import collective_waits
 from monarch_backend._actor.current_runtime import program
+from monarch_backend._telemetry import late_ranks
 from monarch_backend.actor import Actor, ActorError, ActorMesh, DeadlockError, ProcMesh, endpoint, this_proc
 from tests.actor.actors import running
 from tests.actor.support import PATIENCE
@@ -100,6 +103,36 @@ class Trainer(Actor):
         return float(x[0])
 
     @endpoint
+    def reduce_then_sleep(self) -> float:
+        x = torch.ones(4)
+        dist.all_reduce(x)
+        time.sleep(3 * LONGER_THAN_A_PROBE_S)
+        return float(x[0])
+
+    @endpoint
+    def delay_looks(self, seconds: float) -> None:
+        """Let each look at the lateness of this rank end later."""
+        is_late = late_ranks.is_late
+
+        def delayed(*args: Any) -> bool:
+            found = is_late(*args)
+            time.sleep(seconds)
+            return found
+
+        collective_waits.late_ranks = SimpleNamespace(is_late=delayed, entered_in=late_ranks.entered_in)  # type: ignore[assignment]
+
+    @endpoint
+    def sleep_reduce_ask(self, target: ActorMesh) -> str:
+        """Enter the collective after the look has begun, and wait for an actor before it ends."""
+        time.sleep(LONGER_THAN_A_PROBE_S)
+        dist.all_reduce(torch.ones(4))
+        try:
+            target.nothing.call_one().get()
+        except DeadlockError:
+            return "DeadlockError"
+        return "reply"
+
+    @endpoint
     def taken(self) -> list[str]:
         seen, self.seen = self.seen, []
         return seen
@@ -138,6 +171,7 @@ class AsyncTrainer(Trainer):
         return seen
 
     ask_with_limit_then_reduce = ask_while_a_thread_reduces = ask = sleep_then_reduce = None  # type: ignore[assignment]
+    reduce_then_sleep = delay_looks = sleep_reduce_ask = None  # type: ignore[assignment]
 
 
 class Between(Actor):
@@ -146,6 +180,14 @@ class Between(Actor):
     @endpoint
     def value(self, route: list[ActorMesh]) -> float:
         return float(route[0].value.call_one(*([route[1:]] if route[1:] else [])).get())
+
+    @endpoint
+    def ask_for_reduce(self, target: ActorMesh) -> float:
+        return float(target.reduce_then_sleep.call_one().get())
+
+    @endpoint
+    def nothing(self) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -267,8 +309,35 @@ def test_waits_that_end_raise_no_deadlock_error(scenario: Any, trainers: list[Ac
 
 
 def test_collective_under_way_while_the_rank_computes_is_no_wait(trainers: list[ActorMesh]) -> None:
-    """The rank has begun a collective and sleeps. It answers once both are over."""
-    waiting = [trainers[0].reduce.call_one(True), trainers[2].reduce.call_one()]
-    call = trainers[1].ask_then_reduce.call_one([trainers[2]], "value")
-    assert call.get(PATIENCE) in (2.0, 3.5)
+    """The rank has begun a collective and sleeps. Only its wait after that closes the cycle."""
+    waiting, start = [trainers[0].reduce.call_one(True), trainers[2].reduce.call_one()], time.monotonic()
+    assert trainers[1].ask_then_reduce.call_one([trainers[0]], "value").get(PATIENCE) == 2.0
+    assert time.monotonic() - start > 2 * LONGER_THAN_A_PROBE_S
     assert [each.get(PATIENCE) for each in waiting] == [3.0, 3.0]
+
+
+def test_rank_that_enters_the_collective_during_the_look_is_not_late(
+    procs: ProcMesh, trainers: list[ActorMesh]
+) -> None:
+    between = this_proc().spawn("between", Between)
+    trainers[1].delay_looks.call_one(2 * LONGER_THAN_A_PROBE_S).get(PATIENCE)
+    others = [trainers[2].reduce.call_one(), trainers[1].sleep_reduce_ask.call_one(between)]
+    asked = between.ask_for_reduce.call_one(trainers[0])
+    assert [each.get(PATIENCE) for each in others] == [3.0, "reply"]
+    assert asked.get(PATIENCE) == 3.0
+    trainers[1].delay_looks.call_one(0.0).get(PATIENCE)
+    between.stop().get(PATIENCE)
+
+
+def test_cycle_raises_in_ranks_that_have_not_met_and_a_group_made_after_its_actors() -> None:
+    with running({"gpus": 2}) as fresh:
+        mesh = fresh.spawn("trainer", Trainer)
+        mesh.value.call().get(PATIENCE)
+        fresh.process_group(timeout=4 * PATIENCE).get(PATIENCE)
+        between, ranks = this_proc().spawn("between", Between), [mesh.slice(gpus=rank) for rank in range(2)]
+        waiting = ranks[0].reduce.call_one()
+        assert ranks[1].ask_then_reduce.call_one([between, ranks[0]], "value").get(PATIENCE) == 1.0
+        assert waiting.get(PATIENCE) == 2.0
+        [text] = ranks[1].taken.call_one().get(PATIENCE)
+        assert "cycle of 3 actors" in text
+        between.stop().get(PATIENCE)

@@ -14,7 +14,7 @@ from monarch_backend._actor.calls.codec import pack_failure, read_prefix
 from monarch_backend._actor.calls.own_waits import has_alarm
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.execution import interruption
-from monarch_backend._actor.execution.actor_event_loop import TimerLoop, new_event_loop
+from monarch_backend._actor.execution.actor_event_loop import WatchedLoop, new_event_loop
 from monarch_backend._actor.execution.async_interruption import MessageKey, RunningTasks, call_soon
 from monarch_backend._actor.execution.message_queue import Job, Message, ReplyHandle
 from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit, wait_post_mortem
@@ -33,13 +33,14 @@ _RUNNING = int(kinds.State.RUNNING) | kinds.ASYNC_FLAG
 class Handled:
     """The message that an actor handles alone: the next one waits for its end."""
 
-    __slots__ = ("is_seen", "key", "reply", "seen", "task")
+    __slots__ = ("is_seen", "key", "pause_s", "reply", "seen", "task")
 
     def __init__(self, key: MessageKey, task: asyncio.Task[None]) -> None:
         self.key, self.task = key, task
         self.reply: ReplyHandle | None = None  # set when the task starts
         self.is_seen = False  # at a look of awaits.py
         self.seen: asyncio.Future[Any] | None = None  # what it awaited then
+        self.pause_s = 0.0  # to the next look, if the last one was in vain
 
 
 class AsyncActorRunner(ActorRunner):
@@ -142,6 +143,8 @@ class AsyncActorRunner(ActorRunner):
                 item = self.inbox.popleft()
             except IndexError:
                 continue
+            if self._is_cell_used:  # by a concurrent message
+                self._show_queue()
             if isinstance(item, tuple):
                 await self._execute_async(item)
             elif inspect.isawaitable(result := item()):
@@ -315,10 +318,10 @@ class AsyncActorRunner(ActorRunner):
     def awaited(self) -> asyncio.Future[Any] | None:
         """Return the future that must end before this actor does anything. Called on its event loop.
 
-        Return None if the actor may go on without it: after some time, by another task, or by a signal.
+        Return None if the actor may go on without it: after some time, or by another task, a file or a signal.
         """
         loop, handled = self.code.loop, self.handled
-        if loop is None or handled is None or not isinstance(loop, TimerLoop) or loop.has_timers() or has_alarm():
+        if loop is None or handled is None or not isinstance(loop, WatchedLoop) or loop.may_wake() or has_alarm():
             return None
         if not asyncio.all_tasks(loop) <= {handled.task, self._main_task}:
             return None
