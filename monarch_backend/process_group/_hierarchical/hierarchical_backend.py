@@ -88,6 +88,7 @@ class Hierarchy(SharedMemory):
 
     has_fast_paths = False
     moves = _cpu_validation.REDUCIBLE  # messages between hosts are Gloo's
+    knows_lines = False
     sends = False  # Gloo does point to point, because a receive from any rank may match either side
 
     def __init__(

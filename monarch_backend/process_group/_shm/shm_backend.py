@@ -341,6 +341,7 @@ class SharedMemory:
     reduces = moves = frozenset(_DTYPES)
     sends = True  # also does point to point
     has_fast_paths = True
+    knows_lines = True  # of the calls of ranks that disagree
 
     def __init__(
         self, native: Any, engine: Any, members: Sequence[str], rank: int, timeout: Callable[[], timedelta]
@@ -378,19 +379,21 @@ class SharedMemory:
         kind, rank, text = failure
         if kind == "late" and rank >= 0 and text.startswith("did not ") and not self.failed:
             failure = kind, rank, text + self._line_of(rank)
-        elif (
-            kind == "mismatch" and (number := re.match(r"the ranks disagree about operation (\d+) ", text)) is not None
-        ):
-            failure = kind, rank, self._with_lines(text, int(number[1]))
+        elif kind == "mismatch" and self.knows_lines:
+            failure = kind, rank, self._with_lines(text)
         error = explained(failure, self._members, self._rank, self.closed_why)
         self.failed |= isinstance(error, (RankFailedError, CollectiveTimeoutError))
         return error
 
-    def _with_lines(self, text: str, operation: int) -> str:
+    def _with_lines(self, text: str) -> str:
         """Add the line of each rank's call to the text of ranks that disagree.
 
         All calls have failed, so each rank gives its line. Of an asynchronous call, it is the line that waits.
         """
+        number = re.match(r"the ranks disagree about operation (\d+) ", text)
+        if number is None:  # the sizes of an all_to_all
+            return text
+        operation = int(number[1])
         self.native.set_place(operation, _line_of_caller() or _NO_LINE)
         until = time.monotonic() + PLACES_TIMEOUT_S
         while not all(places := self.native.places(operation)) and time.monotonic() < until:
