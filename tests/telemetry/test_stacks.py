@@ -384,7 +384,8 @@ class Worker(Actor):
 
     @concurrent_endpoint
     async def loop(self):
-        return type(asyncio.get_running_loop()).__module__.partition(".")[0]
+        modules = [each.__module__.partition(".")[0] for each in type(asyncio.get_running_loop()).__mro__]
+        return "uvloop" if "uvloop" in modules else "asyncio"
 
     @concurrent_endpoint
     async def wait(self):

@@ -99,12 +99,12 @@ def _detector(sent: int | None) -> tuple[DeadlockDetector, Any, _Peer]:
     peer = _Peer()
     flow = StreamCredit()
     flow.sent = sent or 0
-    code = SimpleNamespace(is_cancelled=False, aborted=None, running=(peer, 3))
+    code = SimpleNamespace(is_ending=lambda: False)
     runner = SimpleNamespace(
-        actor=7, failure=None, code=code, running_reply=SimpleNamespace(explicit=False), inbox=MessageQueue(None),  # type: ignore[arg-type]
+        actor=7, failure=None, code=code, running_message=lambda: ((peer, 3), None), inbox=MessageQueue(None),  # type: ignore[arg-type]
         streams={} if sent is None else {(peer.token, 3): flow},
     )  # fmt: skip
-    wait = SimpleNamespace(runner=runner, what=SimpleNamespace(ready=False), keeps_reply=True)
+    wait = SimpleNamespace(runner=runner, is_over=False, keeps_reply=True)
     runtime: Any = SimpleNamespace(progress=None, runners={7: runner})
     detector = DeadlockDetector(runtime)
     detector._waits[7] = wait  # type: ignore[assignment]
