@@ -135,11 +135,13 @@ def text_of_timeout(mesh: ActorMesh, wanted: str) -> str:
     """Return the text of a timeout of `Sleeper.sleep` that has the wanted text. A busy machine may answer too late."""
     end = time.monotonic() + PATIENCE
     while True:
+        call = mesh.sleep.call()
         try:
-            mesh.sleep.call().get(timeout=1.0)
+            call.get(timeout=1.0)
         except TimeoutError as error:
             if wanted in str(error) or time.monotonic() > end:
                 return str(error)
+            call.cancel()  # else the next one is queued behind it
 
 
 def places(*workers: str) -> None:
