@@ -157,6 +157,40 @@ def ranks(job: Job) -> list[int]:
     return result
 
 
+def check_host_of_a_lost_node(job: RayJob, cluster: RayCluster) -> None:
+    """Check that the host of a lost node starts again on a new node. The job has three hosts."""
+
+    def apply_and_lose() -> None:
+        job.apply()
+        cluster.lose_node()
+        wait_until(lambda: any("its node was lost" in each.reason for each in job.status()))
+
+    in_program(apply_and_lose, timeout=120)
+    cluster.add_node()
+    assert in_program(lambda: ranks(job), timeout=120) == [0, 1, 2]
+
+
+@contextlib.contextmanager
+def tethered_program(job: RayJob, hosts: int) -> Iterator[subprocess.Popen[str]]:
+    """Yield a program that has applied a tethered job with one host, and has resized it."""
+    text = f"""
+import sys
+from monarch_backend.job import RayJob
+
+job = RayJob({{"trainers": 1}}, address={job._address!r}, tether=True, path={str(job.path)!r})
+job.apply()
+job.resize("trainers", {hosts}, 60)
+print("up", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        yield process
+
+
 def daemons() -> set[int]:
     """Return the pids of hosts that Ray's workers have started."""
     found = set()
@@ -166,6 +200,13 @@ def daemons() -> set[int]:
                 if psutil.Process(process.info["ppid"]).name().startswith("ray::"):
                     found.add(process.pid)
     return found
+
+
+def groups() -> list[str]:
+    """Return the names of the placement groups that the cluster of this process's connection has."""
+    import ray
+
+    return sorted(entry["name"] for entry in ray.util.placement_group_table().values() if entry["state"] != "REMOVED")
 
 
 def free_port() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 import warnings
@@ -16,7 +15,19 @@ import pytest
 from monarch_backend._job import ray_cluster as ray_cluster_module
 from monarch_backend.job import Job, JobError, RayJob
 from tests.clients.programs import needs
-from tests.clients.ray_clusters import CLUSTER, Counter, RayCluster, daemons, free_port, jobs_in, ranks, running_cluster
+from tests.clients.ray_clusters import (
+    CLUSTER,
+    Counter,
+    RayCluster,
+    check_host_of_a_lost_node,
+    daemons,
+    free_port,
+    groups,
+    jobs_in,
+    ranks,
+    running_cluster,
+    tethered_program,
+)
 from tests.job.support import in_program
 from tests.support.waiting import wait_until
 
@@ -46,12 +57,6 @@ def job(
         yield make
 
 
-def groups_left() -> list[str]:
-    import ray
-
-    return [entry["name"] for entry in ray.util.placement_group_table().values() if entry["state"] != "REMOVED"]
-
-
 def test_meshes_through_ray_client_and_nothing_left(job: Callable[..., RayJob]) -> None:
     def program() -> None:
         import ray
@@ -68,7 +73,7 @@ def test_meshes_through_ray_client_and_nothing_left(job: Callable[..., RayJob]) 
         assert ranks(mine) == [0]
         mine.kill()
         wait_until(lambda: daemons() <= before)
-        assert groups_left() == []
+        assert groups() == []
 
     in_program(program, timeout=200)
 
@@ -124,16 +129,7 @@ def test_reasons_through_ray_client(job: Callable[..., RayJob]) -> None:
 def test_host_of_a_lost_node_starts_on_a_new_node_through_ray_client(
     job: Callable[..., RayJob], ray_cluster: RayCluster
 ) -> None:
-    mine = job({"trainers": 3})
-
-    def apply_and_lose() -> None:
-        mine.apply()
-        ray_cluster.lose_node()
-        wait_until(lambda: any("its node was lost" in each.reason for each in mine.status()))
-
-    in_program(apply_and_lose, timeout=120)
-    ray_cluster.add_node()
-    assert in_program(lambda: ranks(mine), timeout=120) == [0, 1, 2]
+    check_host_of_a_lost_node(job({"trainers": 3}), ray_cluster)
 
 
 def test_hosts_run_on_without_the_ray_client_server(
@@ -230,21 +226,7 @@ def test_ray_without_its_extra_for_ray_client_is_an_error_with_the_cure(job: Cal
 def test_tethered_job_ends_with_its_killed_program_after_the_grace_of_ray_client(job: Callable[..., RayJob]) -> None:
     before = daemons()
     mine = job({"trainers": 1}, tether=True)
-    text = f"""
-import sys
-from monarch_backend.job import RayJob
-
-job = RayJob({{"trainers": 1}}, address={mine._address!r}, tether=True, path={str(mine.path)!r})
-job.apply()
-job.resize("trainers", 2, 60)
-print("up", flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
+    with tethered_program(mine, 2) as process:
         assert len(daemons() - before) == 2
         process.kill()
         killed_at = time.monotonic()

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from monarch_backend._job import ray_cluster as ray_cluster_module
 from monarch_backend.job import Job, JobError, RayJob
 from tests.clients.programs import needs
-from tests.clients.ray_clusters import RayCluster, daemons, free_port, jobs_in, ranks, ray_environment, running_cluster
+from tests.clients.ray_clusters import RayCluster, check_host_of_a_lost_node, daemons, free_port, ranks, ray_environment
 from tests.job.support import in_program
 from tests.support.waiting import wait_until
 
@@ -60,18 +60,6 @@ head.terminate()
 head.communicate()
 """
 """Program with a head node on a port, its argument, and Ray's autoscaler, which adds up to three nodes."""
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[RayCluster]:
-    with running_cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def job(tmp_path: Path, ray_cluster: RayCluster) -> Iterator[Callable[..., RayJob]]:
-    with jobs_in(tmp_path, ray_cluster.address) as make:
-        yield make
 
 
 def test_meshes_of_three_nodes_and_nothing_left(job: Callable[..., RayJob]) -> None:
@@ -148,16 +136,7 @@ def test_ended_host_is_not_started_again(job: Callable[..., RayJob]) -> None:
 
 
 def test_host_of_a_lost_node_starts_on_a_new_node(job: Callable[..., RayJob], ray_cluster: RayCluster) -> None:
-    mine = job({"trainers": 3})
-
-    def apply_and_lose() -> None:
-        mine.apply()
-        ray_cluster.lose_node()
-        wait_until(lambda: any("its node was lost" in each.reason for each in mine.status()))
-
-    in_program(apply_and_lose, timeout=120)
-    ray_cluster.add_node()
-    assert in_program(lambda: ranks(mine), timeout=120) == [0, 1, 2]
+    check_host_of_a_lost_node(job({"trainers": 3}), ray_cluster)
 
 
 def test_autoscaler_adds_nodes_for_the_hosts_and_removes_them_after_kill(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from monarch_backend.job import Job, JobError, RayJob
 from tests.clients.programs import needs
-from tests.clients.ray_clusters import Counter, RayCluster, daemons, jobs_in, ranks, running_cluster
+from tests.clients.ray_clusters import Counter, RayCluster, daemons, groups, ranks, tethered_program
 from tests.job.support import in_program
 from tests.support.waiting import wait_until
 
@@ -21,29 +19,10 @@ pytestmark = needs("ray")
 WAITS = "each host takes"
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[RayCluster]:
-    with running_cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def job(tmp_path: Path, ray_cluster: RayCluster) -> Iterator[Callable[..., RayJob]]:
-    with jobs_in(tmp_path, ray_cluster.address) as make:
-        yield make
-
-
 def free_cpus() -> float:
     import ray
 
     return float(ray.available_resources().get("CPU", 0))
-
-
-def groups() -> list[str]:
-    """Return the names of the placement groups that the cluster has."""
-    import ray
-
-    return sorted(entry["name"] for entry in ray.util.placement_group_table().values() if entry["state"] != "REMOVED")
 
 
 def nodes() -> dict[str, str]:
@@ -176,16 +155,6 @@ def test_other_programs_see_resize_and_end_the_job(job: Callable[..., RayJob], t
 def test_tethered_job_is_resized_by_its_program_and_ends_with_it(job: Callable[..., RayJob]) -> None:
     before = daemons()
     mine = job({"trainers": 1}, tether=True)
-    text = f"""
-import sys
-from monarch_backend.job import RayJob
-
-job = RayJob({{"trainers": 1}}, address={mine._address!r}, tether=True, path={str(mine.path)!r})
-job.apply()
-job.resize("trainers", 3, 60)
-print("up", flush=True)
-sys.stdin.read()
-"""
 
     def other() -> str:
         other = Job.load(mine.path)
@@ -194,11 +163,7 @@ sys.stdin.read()
         other.resize("trainers", 2, 60)
         return str(caught.value)
 
-    with subprocess.Popen(
-        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
+    with tethered_program(mine, 3) as process:
         assert len(daemons() - before) == 3
         assert "is tethered: only the program that has applied it adds hosts" in in_program(other)
         assert len(daemons() - before) == 2
