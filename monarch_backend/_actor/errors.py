@@ -92,7 +92,8 @@ class ActorError(MonarchError, RuntimeError):
 class DeadlockError(MonarchError, RuntimeError):
     """Actors wait for each other in a cycle. Each one raises it: in ``get()``, at its ``await``, or where it sends.
 
-    Each actor of the cycle handles one message at a time, so none would continue. The actors go on after the error.
+    Each actor of the cycle handles one message at a time, so none would continue. The actors go on after the error. One
+    that waits in a collective raises nothing, and goes on when the late ranks have entered it.
     ``members`` has one text for each actor: its mesh, endpoint, rank, host and pid, and the endpoint or queue that it
     waits for. The first one is the actor in which the error is raised. It is empty if an actor waits for its own reply.
     Calls with a limit of time, ``get(timeout=...)`` or ``options(timeout=...)``, are not checked. Nor is an ``await``

@@ -366,7 +366,7 @@ class SlurmJob(ScheduledJob):
             write_allocations(file, [each for each in smaller if not each.is_empty])
 
     def _shrink(self, allocations: Sequence[Allocation], mesh: str, count: int) -> None:
-        """Cancel Slurm jobs of which no host is left, and end hosts of others, from the last one on."""
+        """End the hosts of a mesh from index ``count`` on. Cancel the Slurm jobs that have no other hosts."""
         cancelled = []
         for each in reversed(allocations):
             left = each.without(mesh, count)
