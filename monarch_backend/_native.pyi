@@ -724,8 +724,10 @@ def record_event(
 ) -> None:
     """Append an event to the ring. Without effect while nothing is recorded."""
 
-def begin_activity(cell: int, state: int, detail: int, reference: int, waiting: int, value: int, trace: int, /) -> None:
-    """Show in a cell what goes on now. Cell 0 has no effect."""
+def begin_activity(
+    cell: int, state: int, detail: int, reference: int, waiting: int, value: int, trace: int, since_ns: int = ..., /
+) -> None:
+    """Show in a cell what goes on. It began at ``since_ns``, by default now. Cell 0 has no effect."""
 
 def note_queue(cell: int, waiting: int, /) -> None:
     """Show in a cell how many messages wait behind the one that it shows. Any thread may call it."""

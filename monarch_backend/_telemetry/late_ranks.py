@@ -231,6 +231,9 @@ def collective_of(process: RecordedProcess, caller: int) -> str:
 
 
 def _of_group(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late]:
+    if any(activity.payload.is_only_enqueued for _, activity in members):
+        yield from _behind_in_queue(members)
+        return
     entered = [activity for _, activity in members if activity.state == State.RUNNING]
     if not entered:
         return
@@ -242,6 +245,20 @@ def _of_group(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late
         seconds = (process.read_ns - since_ns) / 1e9  # hosts are not read at the same time
         if seconds >= MIN_WAIT_S and _is_late(activity, first.reference):
             yield _Late(process, activity.rank, first, seconds, ranks)
+
+
+def _behind_in_queue(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late]:
+    """Return the ranks that have enqueued the fewest collectives, if another rank's last one is not recent.
+
+    Other ranks may be behind too, since they wait on the host for a collective that these have not enqueued.
+    """
+    last = max((activity for _, activity in members), key=lambda each: (each.count, -each.since_ns))
+    fewest = min(activity.count for _, activity in members)
+    ranks = tuple(sorted(activity.rank for _, activity in members if activity.count == last.count))
+    for process, activity in members:
+        seconds = (process.read_ns - last.since_ns) / 1e9
+        if seconds >= MIN_WAIT_S and activity.count == fewest < last.count:
+            yield _Late(process, activity.rank, last, seconds, ranks)
 
 
 def place_of_rank(group: int, rank: int, pid: int) -> str | None:

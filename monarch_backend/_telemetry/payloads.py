@@ -16,8 +16,11 @@ DTYPES = (
 )  # fmt: skip
 """Names of dtypes by their number. "bytes" are those of any other dtype."""
 
-ROUTES = "", "shm", "shm+gloo"
+ROUTES = "", "shm", "shm+gloo", "gloo", "nccl", "xla", "xccl", "other"
 """Names of routes by their number, as `monarch_backend.routes` has them."""
+
+_WAITED_FOR = frozenset({"shm", "shm+gloo", "gloo"})
+# Routes whose collectives are recorded until their end. On the others a call only enqueues the collective.
 
 _ROUTE_SHIFT = 16
 
@@ -27,6 +30,11 @@ class Route(enum.IntEnum):
 
     SHM = 1
     SHM_GLOO = 2
+    GLOO = 3
+    NCCL = 4
+    XLA = 5
+    XCCL = 6
+    OTHER = 7
 
 
 class Payload(NamedTuple):
@@ -34,6 +42,24 @@ class Payload(NamedTuple):
 
     dtype: str | None = None
     route: str | None = None
+
+    @property
+    def is_only_enqueued(self) -> bool:
+        """Whether the recorded end is that of the call, not of the collective.
+
+        >>> Payload("float32", "nccl").is_only_enqueued, Payload("float32", "gloo").is_only_enqueued
+        (True, False)
+        """
+        return self.route is not None and self.route not in _WAITED_FOR
+
+
+def route_named(name: str) -> Route:
+    """Return the number of a route, that of "other" for the backend of a plugin.
+
+    >>> route_named("gloo"), route_named("lava")
+    (<Route.GLOO: 3>, <Route.OTHER: 7>)
+    """
+    return Route(ROUTES.index(name)) if name in ROUTES[1:] else Route.OTHER
 
 
 def encode(dtype: str, route: Route) -> int:

@@ -23,6 +23,7 @@ from monarch_backend._telemetry.recording_area import RecordingArea, printable
 
 _log = logging.getLogger("monarch_backend")
 
+is_recording = _native.is_recording
 record_event = _native.record_event
 begin_activity = _native.begin_activity
 end_activity = _native.end_activity
@@ -59,7 +60,7 @@ def area(label: str = "") -> RecordingArea | None:
             own = f"program {os.path.basename(sys.argv[0])}" if sys.argv else "program"
             try:
                 _area = RecordingArea()
-                if not _native.is_recording():
+                if not is_recording():
                     _native.use_recording(_area.descriptor, 0, printable(label or own))
                     _names.clear()
                     _native.set_recording_identity(_identity)
@@ -84,7 +85,7 @@ def recording_area_of_this_process() -> int | None:
 
 def start_rank(rank: str) -> None:
     """Start the recording of a rank of torchrun in an area of its own, unless its starter records it."""
-    if not _native.is_recording():
+    if not is_recording():
         area(f"rank {rank}")
 
 
@@ -146,13 +147,13 @@ def event(
     value: Any = 0, trace: int = 0,
 ) -> None:  # fmt: skip
     """Record an event. For paths that run rarely: it looks up both names."""
-    if _native.is_recording():
+    if is_recording():
         record_event(int(kind), status, name_number(name), name_number(detail), start_ns, reference, value, trace)
 
 
 def mesh(name: str, kind: str, extent: Any, reference: int = 0, procs: str = "") -> None:
     """Record a new mesh: its class, its dimensions, and for actors the name of the mesh of their processes."""
-    if _native.is_recording():
+    if is_recording():
         about = {"class": kind, "sizes": dict(zip(extent.labels, extent.sizes, strict=True))}
         if procs:
             about["procs"] = procs

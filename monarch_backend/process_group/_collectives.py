@@ -32,10 +32,18 @@ from monarch_backend._core import torch_version
 from monarch_backend.process_group import _c10d_internals, _cpu_arguments, _cpu_validation, _overlap, _tensor_lists
 from monarch_backend.process_group._argument_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
+from monarch_backend.process_group._gloo_work import GlooWork
 from monarch_backend.process_group._hooks import AliasedOutputWork, CompletionHooks, DeferredWork
-from monarch_backend.process_group._host_guard import GuardedWork, HostGuard
+from monarch_backend.process_group._host_guard import HostGuard
 from monarch_backend.process_group._rdma import p2p_protocol
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
+from monarch_backend.process_group._route_recording import (
+    UNRECORDED,
+    EnqueuedCall,
+    RecordedCall,
+    RouteRecording,
+    Unrecorded,
+)
 from monarch_backend.process_group._shm.shm_backend import SharedMemory, call_by_operator
 
 # From torch 2.14 on, the C++ base calls the overrides of all_gather_single and reduce_scatter_single from
@@ -44,7 +52,7 @@ from monarch_backend.process_group._shm.shm_backend import SharedMemory, call_by
 _NEW_NAMES = torch_version.torch_version() >= (2, 14)
 
 # An operation with several names before its call, and what is done with its work.
-_End = Callable[[Any], Any]
+_End = Callable[[Any, RecordedCall | None], Any]
 _Prepared = tuple[Any, bool, tuple[Any, ...], _End]
 
 
@@ -67,6 +75,7 @@ class Collectives(dist.ProcessGroup):
     _shm: SharedMemory | None  # replaces _inner["cpu"] where all ranks are on one host
     _guard: HostGuard | None = None  # of a group with ranks on several hosts
     _rdma_p2p: RdmaP2P | None  # replaces it for large messages where hosts are connected by NICs
+    _recordings: dict[int, RouteRecording]  # by the `id` of the inner group
 
     @functools.cached_property
     def _own_rank(self) -> int:
@@ -106,11 +115,18 @@ class Collectives(dist.ProcessGroup):
         if self._guard is not None and (error := self._guard.error()) is not None:
             raise error
 
-    def _guarded(self, work: Any, inner: Any, message_bytes: int | None = None) -> Any:
-        """Return the work for the caller of an operation on ``inner``: if Gloo's, one whose error names a lost host."""
+    def _guarded(self, work: Any, inner: Any, message_bytes: int) -> Any:
+        """Return the work for the caller of a message on ``inner``: if Gloo's, one whose error names a lost host."""
         if self._guard is None or inner is not self._inner.get("cpu"):
             return work
-        return GuardedWork(work, self._guard, message_bytes)
+        return GlooWork(work, self._guard, message_bytes=message_bytes)
+
+    def _recorded(
+        self, operation: str, inner: Any, tensors: Sequence[Tensor]
+    ) -> RecordedCall | EnqueuedCall | Unrecorded:
+        """Return the context in which ``inner`` is called: it records the operation, unless ``inner`` does so."""
+        recording = self._recordings.get(id(inner))
+        return UNRECORDED if recording is None else recording.enter(operation, tensors)
 
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
         """Return the context of a `super()` call.
@@ -137,6 +153,7 @@ class Collectives(dist.ProcessGroup):
         work: Any,
         op_type: str,
         on_cpu: bool,
+        call: RecordedCall | None,
         given: Sequence[Tensor] = (),
         finish: Callable[[], object] | None = None,
     ) -> Any:
@@ -146,9 +163,9 @@ class Collectives(dist.ProcessGroup):
                 work = _cpu_validation.with_outputs(work, given, finish)
             if self._hooks:
                 self._hooks.follow(work, op_type)
-            if self._shm is None:
-                work = self._guarded(work, self._inner.get("cpu"))
-        return work
+        guard = self._guard if on_cpu and self._shm is None else None
+        is_under_way = call is not None and call.status is None
+        return GlooWork(work, guard, call) if is_under_way or guard is not None else work
 
     # Reductions -------------------------------------------------------------------------------------------
 
@@ -170,12 +187,13 @@ class Collectives(dist.ProcessGroup):
                 opts, finish = _cpu_validation.integer_mean_as_sum(self, tensors, opts)
             tensors, opts = _cpu_validation.premultiplied(self, "all_reduce", tensors, opts, in_place=True)
             tensors = _cpu_validation.reducible(self, "all_reduce", tensors, opts.reduceOp, inner)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().allreduce(tensors, opts)
-        else:
-            work = inner.allreduce(tensors, opts)
-        return self._done(work, "allreduce", on_cpu, given, finish)
+        with self._recorded("all_reduce", inner, tensors) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().allreduce(tensors, opts)
+            else:
+                work = inner.allreduce(tensors, opts)
+        return self._done(work, "allreduce", on_cpu, call, given, finish)
 
     @call_forms
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
@@ -196,12 +214,13 @@ class Collectives(dist.ProcessGroup):
             finish = _cpu_validation.in_turn(finish, put_back)
             tensors, opts = _cpu_validation.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
             tensors = _cpu_validation.reducible(self, "all_reduce_coalesced", tensors, opts.reduceOp, inner)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().allreduce_coalesced(tensors, opts)
-        else:
-            work = inner.allreduce_coalesced(tensors, opts)
-        return self._done(work, "allreduce_coalesced", on_cpu, given, finish)
+        with self._recorded("all_reduce", inner, tensors) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().allreduce_coalesced(tensors, opts)
+            else:
+                work = inner.allreduce_coalesced(tensors, opts)
+        return self._done(work, "allreduce_coalesced", on_cpu, call, given, finish)
 
     @call_forms
     def reduce(self, tensors: Any, opts: Any) -> Any:
@@ -222,12 +241,13 @@ class Collectives(dist.ProcessGroup):
                 finish = divide if at_root else None
             tensors, opts = _cpu_validation.premultiplied(self, "reduce", tensors, opts, in_place=at_root)
             tensors = _cpu_validation.reducible(self, "reduce", tensors, opts.reduceOp, inner)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().reduce(tensors, opts)
-        else:
-            work = inner.reduce(tensors, opts)
-        return self._done(work, "reduce", on_cpu, given, finish)
+        with self._recorded("reduce", inner, tensors) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().reduce(tensors, opts)
+            else:
+                work = inner.reduce(tensors, opts)
+        return self._done(work, "reduce", on_cpu, call, given, finish)
 
     @call_forms
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -254,12 +274,13 @@ class Collectives(dist.ProcessGroup):
             inputs, opts = [row for row, _ in rows], rows[0][1]
             outputs = _cpu_validation.reducible(self, "reduce_scatter", outputs, opts.reduceOp, inner)
             inputs = [_cpu_validation.reducible(self, "reduce_scatter", row, opts.reduceOp, inner) for row in inputs]
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().reduce_scatter(outputs, inputs, opts)
-        else:
-            work = inner.reduce_scatter(outputs, inputs, opts)
-        return self._done(self._reduced(inner, work, given, finish) if on_cpu else work, "reduce_scatter", on_cpu)
+        with self._recorded("reduce_scatter", inner, outputs) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().reduce_scatter(outputs, inputs, opts)
+            else:
+                work = inner.reduce_scatter(outputs, inputs, opts)
+        return self._done(self._reduced(inner, work, given, finish) if on_cpu else work, "reduce_scatter", on_cpu, call)
 
     if not _NEW_NAMES:
 
@@ -270,10 +291,13 @@ class Collectives(dist.ProcessGroup):
             ``input`` has N times the elements of ``output``, and its dtype.
             """
             inner, use_dispatcher, args, end = self._reduce_scatter_one(output, input, opts)
-            if use_dispatcher:
-                with self._dispatched(inner, opts):
-                    return end(super()._reduce_scatter_base(*args))
-            return end(inner._reduce_scatter_base(*args))
+            with self._recorded("reduce_scatter", inner, [args[0]]) as call:
+                if use_dispatcher:
+                    with self._dispatched(inner, opts):
+                        work = super()._reduce_scatter_base(*args)
+                else:
+                    work = inner._reduce_scatter_base(*args)
+            return end(work, call)
 
     @call_forms
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
@@ -284,10 +308,13 @@ class Collectives(dist.ProcessGroup):
         if not _NEW_NAMES:
             return self._reduce_scatter_base(output, input, opts)
         inner, use_dispatcher, args, end = self._reduce_scatter_one(output, input, opts)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                return end(super().reduce_scatter_single(*args))
-        return end(inner._reduce_scatter_base(*args))
+        with self._recorded("reduce_scatter", inner, [args[0]]) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().reduce_scatter_single(*args)
+            else:
+                work = inner._reduce_scatter_base(*args)
+        return end(work, call)
 
     def _reduce_scatter_one(self, output: Tensor, input: Tensor, opts: Any) -> _Prepared:
         name, given, finish = "reduce_scatter_tensor", output, None
@@ -304,10 +331,9 @@ class Collectives(dist.ProcessGroup):
             (input,), opts = _cpu_validation.premultiplied(self, name, [input], opts, in_place=False)
             output, input = _cpu_validation.reducible(self, name, [output, input], opts.reduceOp, inner)
 
-        def end(work: Any) -> Any:
-            return self._done(
-                self._reduced(inner, work, [given], finish) if on_cpu else work, "_reduce_scatter_base", on_cpu
-            )
+        def end(work: Any, call: RecordedCall | None) -> Any:
+            work = self._reduced(inner, work, [given], finish) if on_cpu else work
+            return self._done(work, "_reduce_scatter_base", on_cpu, call)
 
         return inner, use_dispatcher, (output, input, opts), end
 
@@ -327,12 +353,13 @@ class Collectives(dist.ProcessGroup):
             _cpu_validation.check_rank(self, "broadcast", "source", opts.rootRank)
             _cpu_validation.check_dense(self, "broadcast", tensors)
             tensors = _cpu_validation.movable(self, "broadcast", tensors)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().broadcast(tensors, opts)
-        else:
-            work = inner.broadcast(tensors, opts)
-        return self._done(work, "broadcast", on_cpu, given)
+        with self._recorded("broadcast", inner, tensors) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().broadcast(tensors, opts)
+            else:
+                work = inner.broadcast(tensors, opts)
+        return self._done(work, "broadcast", on_cpu, call, given)
 
     @call_forms
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -355,12 +382,13 @@ class Collectives(dist.ProcessGroup):
             )
             own = [row[self.rank()] for row in outputs]
             outputs, finish = _overlap.separate(self, "all_gather", inputs, outputs, own.__getitem__)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().allgather(outputs, inputs, opts)
-        else:
-            work = inner.allgather(outputs, inputs, opts)
-        return self._done(work, "allgather", on_cpu, given, finish)
+        with self._recorded("all_gather", inner, inputs) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().allgather(outputs, inputs, opts)
+            else:
+                work = inner.allgather(outputs, inputs, opts)
+        return self._done(work, "allgather", on_cpu, call, given, finish)
 
     @call_forms
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -382,12 +410,14 @@ class Collectives(dist.ProcessGroup):
             inputs = _cpu_validation.movable(self, name, _cpu_validation.settled(inputs))
             outputs = [_cpu_validation.movable(self, name, row) for row in outputs]
             outputs, finish = _overlap.separate(self, name, inputs, outputs, outputs[self.rank()].__getitem__)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().allgather_coalesced(outputs, inputs, opts)
-        else:
-            work = inner.allgather_coalesced(outputs, inputs, opts)
-        return self._done(AliasedOutputWork(work, given, finish) if finish else work, "allgather_coalesced", on_cpu)
+        with self._recorded("all_gather", inner, inputs) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().allgather_coalesced(outputs, inputs, opts)
+            else:
+                work = inner.allgather_coalesced(outputs, inputs, opts)
+        work = AliasedOutputWork(work, given, finish) if finish else work
+        return self._done(work, "allgather_coalesced", on_cpu, call)
 
     if not _NEW_NAMES:
 
@@ -398,10 +428,13 @@ class Collectives(dist.ProcessGroup):
             ``output`` has N times the elements of ``input``, and its dtype.
             """
             inner, use_dispatcher, args, end = self._all_gather_one(output, input, opts)
-            if use_dispatcher:
-                with self._dispatched(inner, opts):
-                    return end(super()._allgather_base(*args))
-            return end(inner._allgather_base(*args))
+            with self._recorded("all_gather", inner, [args[1]]) as call:
+                if use_dispatcher:
+                    with self._dispatched(inner, opts):
+                        work = super()._allgather_base(*args)
+                else:
+                    work = inner._allgather_base(*args)
+            return end(work, call)
 
     @call_forms
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
@@ -412,10 +445,13 @@ class Collectives(dist.ProcessGroup):
         if not _NEW_NAMES:
             return self._allgather_base(output, input, opts)
         inner, use_dispatcher, args, end = self._all_gather_one(output, input, opts)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                return end(super().all_gather_single(*args))
-        return end(inner._allgather_base(*args))
+        with self._recorded("all_gather", inner, [args[1]]) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().all_gather_single(*args)
+            else:
+                work = inner._allgather_base(*args)
+        return end(work, call)
 
     def _all_gather_one(self, output: Tensor, input: Tensor, opts: Any) -> _Prepared:
         name, given, finish = "all_gather_into_tensor", output, None
@@ -427,8 +463,8 @@ class Collectives(dist.ProcessGroup):
             output, input = _cpu_validation.concatenated(output, input)
             output, input = _cpu_validation.movable(self, name, [output, input])
 
-        def end(work: Any) -> Any:
-            return self._done(work, "_allgather_base", on_cpu, [given], finish)
+        def end(work: Any, call: RecordedCall | None) -> Any:
+            return self._done(work, "_allgather_base", on_cpu, call, [given], finish)
 
         return inner, use_dispatcher, (output, input, opts), end
 
@@ -453,12 +489,13 @@ class Collectives(dist.ProcessGroup):
             if opts.rootRank == self.rank():
                 own = [row[self.rank()] for row in outputs]
                 outputs, finish = _overlap.separate(self, "gather", inputs, outputs, own.__getitem__)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().gather(outputs, inputs, opts)
-        else:
-            work = inner.gather(outputs, inputs, opts)
-        return self._done(work, "gather", on_cpu, given, finish)
+        with self._recorded("gather", inner, inputs) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().gather(outputs, inputs, opts)
+            else:
+                work = inner.gather(outputs, inputs, opts)
+        return self._done(work, "gather", on_cpu, call, given, finish)
 
     if hasattr(dist.ProcessGroup, "gather_single"):
 
@@ -499,12 +536,13 @@ class Collectives(dist.ProcessGroup):
                 pieces = [tensor for row in inputs for tensor in row]
                 own = {row * self.size() + self.rank(): output for row, output in enumerate(outputs)}
                 (outputs,), finish = _overlap.separate(self, "scatter", pieces, [outputs], own.get)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().scatter(outputs, inputs, opts)
-        else:
-            work = inner.scatter(outputs, inputs, opts)
-        return self._done(work, "scatter", on_cpu, given, finish)
+        with self._recorded("scatter", inner, outputs) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().scatter(outputs, inputs, opts)
+            else:
+                work = inner.scatter(outputs, inputs, opts)
+        return self._done(work, "scatter", on_cpu, call, given, finish)
 
     if hasattr(dist.ProcessGroup, "all_to_all_single"):
 
@@ -519,10 +557,13 @@ class Collectives(dist.ProcessGroup):
             without end, because their C++ base looks for either override.
             """
             inner, use_dispatcher, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
-            if use_dispatcher:
-                with self._dispatched(inner, opts):
-                    return end(super().all_to_all_single(*args))
-            return end(inner.alltoall_base(*args))
+            with self._recorded("all_to_all", inner, [args[1]]) as call:
+                if use_dispatcher:
+                    with self._dispatched(inner, opts):
+                        work = super().all_to_all_single(*args)
+                else:
+                    work = inner.alltoall_base(*args)
+            return end(work, call)
 
     else:
 
@@ -530,10 +571,13 @@ class Collectives(dist.ProcessGroup):
         def alltoall_base(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Same as :meth:`all_to_all_single`, by its name before torch 2.13."""
             inner, use_dispatcher, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
-            if use_dispatcher:
-                with self._dispatched(inner, opts):
-                    return end(super().alltoall_base(*args))
-            return end(inner.alltoall_base(*args))
+            with self._recorded("all_to_all", inner, [args[1]]) as call:
+                if use_dispatcher:
+                    with self._dispatched(inner, opts):
+                        work = super().alltoall_base(*args)
+                else:
+                    work = inner.alltoall_base(*args)
+            return end(work, call)
 
     def _all_to_all_one(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> _Prepared:
         """``outputs`` and ``inputs`` are rows for each rank."""
@@ -542,8 +586,8 @@ class Collectives(dist.ProcessGroup):
         if on_cpu:
             output, input = _cpu_arguments.exchange(self, output, input, outputs, inputs)
 
-        def end(work: Any) -> Any:
-            return self._done(work, "alltoall_base", on_cpu, [given])
+        def end(work: Any, call: RecordedCall | None) -> Any:
+            return self._done(work, "alltoall_base", on_cpu, call, [given])
 
         return inner, use_dispatcher, (output, input, outputs, inputs, opts), end
 
@@ -566,12 +610,13 @@ class Collectives(dist.ProcessGroup):
                 return _cpu_validation.exchange_lists(self.alltoall_base, outputs, inputs, opts)
             own = {self.rank(): outputs[self.rank()]}
             (outputs,), finish = _overlap.separate(self, "all_to_all", inputs, [outputs], own.get)
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                work = super().alltoall(outputs, inputs, opts)
-        else:
-            work = inner.alltoall(outputs, inputs, opts)
-        return self._done(work, "alltoall", on_cpu, given, finish)
+        with self._recorded("all_to_all", inner, inputs) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().alltoall(outputs, inputs, opts)
+            else:
+                work = inner.alltoall(outputs, inputs, opts)
+        return self._done(work, "alltoall", on_cpu, call, given, finish)
 
     # C++ calls these two for functional collectives and FSDP. The inner groups don't export them to Python, so they use
     # torch's dispatcher. The overrides exist because without them the GIL stays held (see _c10d_internals.py).
@@ -581,15 +626,17 @@ class Collectives(dist.ProcessGroup):
         def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Gather each input into its large output, in one operation. Shapes are those of `all_gather_single`."""
             inner, args, end = self._all_gather_many(outputs, inputs, opts)
-            with self._dispatched(inner, opts):
-                return end(super().all_gather_single_coalesced(*args))
+            with self._recorded("all_gather", inner, args[1]) as call, self._dispatched(inner, opts):
+                work = super().all_gather_single_coalesced(*args)
+            return end(work, call)
 
         @call_forms
         def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Reduce each large input and scatter it, in one operation. Shapes are those of `reduce_scatter_single`."""
             inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
-            with self._dispatched(inner, opts):
-                return end(super().reduce_scatter_single_coalesced(*args))
+            with self._recorded("reduce_scatter", inner, args[0]) as call, self._dispatched(inner, opts):
+                work = super().reduce_scatter_single_coalesced(*args)
+            return end(work, call)
 
     else:
 
@@ -597,15 +644,17 @@ class Collectives(dist.ProcessGroup):
         def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Same as :meth:`all_gather_single_coalesced`, by its name before torch 2.13."""
             inner, args, end = self._all_gather_many(outputs, inputs, opts)
-            with self._dispatched(inner, opts):
-                return end(super().allgather_into_tensor_coalesced(*args))
+            with self._recorded("all_gather", inner, args[1]) as call, self._dispatched(inner, opts):
+                work = super().allgather_into_tensor_coalesced(*args)
+            return end(work, call)
 
         @call_forms
         def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Same as :meth:`reduce_scatter_single_coalesced`, by its name before torch 2.13."""
             inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
-            with self._dispatched(inner, opts):
-                return end(super().reduce_scatter_tensor_coalesced(*args))
+            with self._recorded("reduce_scatter", inner, args[0]) as call, self._dispatched(inner, opts):
+                work = super().reduce_scatter_tensor_coalesced(*args)
+            return end(work, call)
 
     def _all_gather_many(self, outputs: Any, inputs: Any, opts: Any) -> tuple[Any, tuple[Any, ...], _End]:
         name, given, finish = "all_gather_into_tensor", list(outputs), None
@@ -620,8 +669,8 @@ class Collectives(dist.ProcessGroup):
             outputs, inputs = (_cpu_validation.movable(self, name, list(side)) for side in zip(*flat, strict=True))
             outputs, finish = _overlap.separate_slices(self, inputs, outputs)
 
-        def end(work: Any) -> Any:
-            return self._done(work, "allgather_into_tensor_coalesced", on_cpu, given, finish)
+        def end(work: Any, call: RecordedCall | None) -> Any:
+            return self._done(work, "allgather_into_tensor_coalesced", on_cpu, call, given, finish)
 
         return inner, (outputs, inputs, opts), end
 
@@ -647,9 +696,9 @@ class Collectives(dist.ProcessGroup):
                 divide = functools.partial(_cpu_validation.divide_all, outputs, self.size())
             finish = _cpu_validation.in_turn(divide, put_back)
 
-        def end(work: Any) -> Any:
+        def end(work: Any, call: RecordedCall | None) -> Any:
             work = self._reduced(inner, work, given, finish) if on_cpu else work
-            return self._done(work, "reduce_scatter_tensor_coalesced", on_cpu)
+            return self._done(work, "reduce_scatter_tensor_coalesced", on_cpu, call)
 
         return inner, (outputs, inputs, opts), end
 
@@ -695,10 +744,13 @@ class Collectives(dist.ProcessGroup):
         )
         if device == "cpu" and self._shm is not None:
             inner = self._shm
-        if use_dispatcher:
-            with self._dispatched(inner, opts):
-                return self._done(super().barrier(opts), "barrier", device == "cpu")
-        return self._done(inner.barrier(opts), "barrier", device == "cpu")
+        with self._recorded("barrier", inner, ()) as call:
+            if use_dispatcher:
+                with self._dispatched(inner, opts):
+                    work = super().barrier(opts)
+            else:
+                work = inner.barrier(opts)
+        return self._done(work, "barrier", device == "cpu", call)
 
     def _barrier_device(self, opts: Any) -> str:
         if getattr(opts, "device", None) is not None:

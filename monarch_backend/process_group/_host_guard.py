@@ -16,14 +16,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from monarch_backend._core import fork, host_watch
 from monarch_backend._core.addresses import address_towards, numeric_address
 from monarch_backend._core.host_watch import Watcher
-from monarch_backend.process_group import _c10d_internals
-from monarch_backend.process_group._gloo_links import LARGE_BYTES, GlooLinks
+from monarch_backend.process_group._gloo_links import GlooLinks
 from monarch_backend.process_group._handshake import Deadline, exchange
 from monarch_backend.process_group._own_address import host_of
 from monarch_backend.process_group._shm.shm_backend import explained
@@ -128,49 +126,3 @@ def guard(
     if len({each["address"] for each in members}) == 1:
         return None
     return HostGuard(members, rank, gloo, end)
-
-
-@_c10d_internals.hide_from_dynamo
-class GuardedWork(dist.Work):
-    """Work of Gloo whose wait raises the guard's error, which names the lost host. Gloo's names an address at most.
-
-    ``message_bytes``: the size of a message, None for a collective.
-    """
-
-    def __init__(self, work: Any, guard: HostGuard, message_bytes: int | None = None) -> None:
-        super().__init__()
-        self._work, self._guard, self._message_bytes = work, guard, message_bytes
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the operation; raises its error."""
-        try:
-            if self._message_bytes is None:
-                self._guard.links.wait_for_collective(self._work, timeout)
-            elif self._message_bytes >= LARGE_BYTES:
-                self._guard.links.wait_for_message(self._work, timeout)
-            else:
-                self._work.wait(timeout)
-            return True
-        except RuntimeError as error:
-            self._guard.cause()
-            raise self._guard.error() or error from None
-
-    def is_completed(self) -> bool:
-        """True once the operation has ended, with an error or without."""
-        return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return bool(self._work.is_success())
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def _source_rank(self) -> int:
-        return int(self._work._source_rank())
-
-    def result(self) -> Any:
-        return self._work.result()
-
-    def get_future(self) -> Any:
-        """Return the future of Gloo's work, with its error."""
-        return self._work.get_future()

@@ -7,6 +7,7 @@ _c10d_internals.py.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -30,6 +31,7 @@ from monarch_backend.process_group import (
     _host_guard,
     _interpreter_exit,
     _rendezvous,
+    _route_recording,
 )
 from monarch_backend.process_group._collectives import Collectives
 from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, cut_reason, reason_of, where
@@ -146,6 +148,7 @@ class MonarchProcessGroup(Collectives):
         self._backends: dict[str, str] = {}  # device -> name of its inner group, whatever its route is called
         self._shm = None
         self._rdma_p2p = None
+        self._recordings = {}
         self._fast_paths: dict[str, Any] = {}  # fast paths that replace methods while the group has no observers
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
@@ -269,8 +272,19 @@ class MonarchProcessGroup(Collectives):
             if self._guard is not None and isinstance(self._shm, Hierarchy):
                 self._shm.lost_host = self._guard.cause
         self._routes[device] = route
+        if (device != "cpu" or self._shm is None) and id(inner) not in self._recordings:
+            self._record_route(device, route, inner)
         self._let_see()
         _backend_selection.announce(self, route)
+
+    def _record_route(self, device: str, route: _backend_selection.Route, inner: Any) -> None:
+        """Record the collectives of a route from now on. Those in shared memory are recorded by the core."""
+        recorder.start_rank(os.environ.get("RANK", str(self.rank())))
+        if not recorder.is_recording():
+            return
+        name = f"group {self._label}" if device == "cpu" else f"group {self._label} on {device}"
+        identity = _route_recording.agree_on_identity(PrefixStore(device, self._store))
+        self._recordings[id(inner)] = _route_recording.RouteRecording(name, self.rank(), identity, route.backend)
 
     def _lose_hosts(self, cause: tuple[str, int, str]) -> None:
         """Fail pending operations on the CPU after a host was lost. Later ones ask the guard."""

@@ -154,6 +154,14 @@ def test_collectives_have_their_dtype_and_route_in_shared_memory() -> None:
     run_ranks(_on_shared_memory, 2)
 
 
+def _on_gloo(_rank: int) -> None:
+    assert _operations(GLOOS_DTYPES) == _expected(GLOOS_DTYPES, "gloo")
+
+
+def test_collectives_have_their_dtype_and_route_over_gloo_alone() -> None:
+    run_ranks(_on_gloo, 2, env={"MONARCH_SHM": "0"})
+
+
 def _on_hosts(_rank: int) -> None:
     assert _operations(GLOOS_DTYPES) == _expected(GLOOS_DTYPES, "shm+gloo")
 

@@ -122,6 +122,23 @@ except RuntimeError:
     assert [dumps[rank]["entries"][-1]["input_sizes"] for rank in range(2)] == [[[4]], [[4]]]
 
 
+def test_rank_that_has_not_enqueued_a_collective_is_named_by_torch(tmp_path: Path) -> None:
+    body = """
+from monarch_backend.process_group._route_recording import RouteRecording
+nccl = RouteRecording("group 0 on cuda", rank, 7, "nccl")
+for _ in range(4 if rank == 1 else 5):
+    with nccl.enter("all_reduce", [x]):
+        pass
+"""
+    with _ranks(tmp_path, body, size=3):
+        dumps = _dump(f"ranks_{tmp_path.name}.py", tmp_path / "dumps")
+    said, _ = _analyse(tmp_path / "dumps")
+    assert "Not all ranks joining collective, sequence number: 5" in said and "missing ranks: {1}" in said
+    assert "group info: 0 on cuda" in said and "collective state: scheduled" in said
+    states = [entry["state"] for entry in dumps[0]["entries"] if entry["process_group"][0] == "0 on cuda"]
+    assert states == ["scheduled"] * 5
+
+
 @pytest.mark.parametrize("name", flight_recorder._DTYPES)
 def test_dtype_has_the_name_and_size_that_torch_has(name: str) -> None:
     tensor = torch.empty(1, dtype=getattr(torch, name))

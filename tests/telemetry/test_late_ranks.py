@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from monarch_backend import CollectiveTimeoutError, cli
 from monarch_backend._core import platform
-from monarch_backend._telemetry import late_ranks, whereabouts
+from monarch_backend._telemetry import late_ranks, payloads, whereabouts
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording
 from monarch_backend._telemetry.programs import RUNNING, Process, Program
@@ -180,6 +180,36 @@ def test_late_ranks_of_one_group_are_named_where_threads_are_in_two(program: Cal
     )
     for caller, operation in ((of_data, "all_reduce #8 of group data"), (of_tensor, "all_gather #5 of group tensor")):
         assert late_ranks.collective_of(waiting, caller.identity) == f", in {operation}, {each_waits}"
+
+
+def _enqueued(rank: int, number: int, seconds: float = 60) -> Activity:
+    """Make a rank's cell of a group of NCCL, which has enqueued operations up to ``number``."""
+    payload = payloads.encode("float32", payloads.Route.NCCL)
+    since_ns = time.monotonic_ns() - int(seconds * 1e9)
+    return Activity(
+        1, Kind.COLLECTIVE, State.IDLE, "group 0 on cuda", "all_reduce", since_ns, number, number, 0, payload, rank, 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "seconds", "late"),
+    [
+        ((5, 5, 5), 60, []),
+        ((5, 4, 5), 60, [("gpus 1", 5)]),
+        ((7, 4, 5), 60, [("gpus 1", 7)]),  # gpus 2 may wait for its operation 5
+        ((4, 4, 5), 60, [("gpus 0", 5), ("gpus 1", 5)]),
+        ((5, 4, 5), 0, []),  # it may come in a moment
+    ],
+)
+def test_rank_that_has_enqueued_the_fewest_is_late(
+    program: Callable[..., RecordedProcess], numbers: tuple[int, ...], seconds: float, late: list[tuple[str, int]]
+) -> None:
+    assert _late([program(f"gpus {r}", _enqueued(r, number, seconds)) for r, number in enumerate(numbers)]) == late
+
+
+def test_rank_that_has_enqueued_nothing_is_late(program: Callable[..., RecordedProcess]) -> None:
+    new = dataclasses.replace(_enqueued(1, 0), waiting=0, reference=0, detail="")
+    assert _late([program("gpus 0", _enqueued(0, 1)), program("gpus 1", new)]) == [("gpus 1", 1)]
 
 
 def test_late_rank_is_found_by_the_ranks_of_another_host() -> None:

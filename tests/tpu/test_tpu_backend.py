@@ -27,6 +27,8 @@ from torch.utils import backend_registration
 
 import monarch_backend
 from monarch_backend import GroupClosedError, NoRouteError
+from monarch_backend._core import platform
+from monarch_backend._telemetry import program_recording, sql
 from monarch_backend.process_group import _backend_selection
 from tests.support.ranks import init, run_ranks
 
@@ -165,6 +167,30 @@ def _arrives(rank: int, address: str) -> None:
 @needs_device
 def test_every_collective_reaches_the_tpu_group() -> None:
     run_ranks(_arrives, 2, backend=None)
+
+
+def _is_recorded(_rank: int, address: str) -> None:
+    _load_stand_in(lambda *args: _Recorder())
+    init(_rank, 2, address)
+    for call in CALLS.values():
+        call(_on_tpu(), _on_tpu())
+    own = program_recording.read_pids([os.getpid()])
+    query = "select detail, dtype, number from collectives where name = 'group 0 on tpu' order by number"
+    rows = sql.answer(query, own).rows
+    operations = (
+        "all_reduce", "reduce", "broadcast", "all_gather", "all_gather", "reduce_scatter", "reduce_scatter",
+        "all_to_all", "all_to_all", "gather", "scatter",
+    )  # fmt: skip
+    assert rows == [
+        *((name, "float32", number) for number, name in enumerate(operations, 1)), ("barrier", None, 12)
+    ]  # fmt: skip
+    dist.destroy_process_group()
+
+
+@needs_device
+@pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
+def test_every_collective_is_recorded_when_it_is_enqueued() -> None:
+    run_ranks(_is_recorded, 2, backend=None)
 
 
 def _compiled(rank: int, address: str) -> None:

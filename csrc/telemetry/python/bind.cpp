@@ -45,9 +45,10 @@ PyObject* record_event(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// begin_activity(cell, state, detail, reference, waiting, value, trace): cell 0 has no effect.
+// begin_activity(cell, state, detail, reference, waiting, value, trace, since_ns): cell 0 has no effect. since_ns may be
+// left out: the activity begins now.
 PyObject* begin_activity(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (!has(count, 7, "begin_activity")) return nullptr;
+  if (count != 8 && !has(count, 7, "begin_activity")) return nullptr;
   auto* const cell = reinterpret_cast<Cell*>(integer(args[0]));
   if (owns(cell)) {
     update(*cell, [&](Cell& fields) {
@@ -57,7 +58,7 @@ PyObject* begin_activity(PyObject*, PyObject* const* args, Py_ssize_t count) {
       fields.waiting = static_cast<std::uint32_t>(integer(args[4]));
       fields.value = integer(args[5]);
       fields.trace = integer(args[6]);
-      fields.since_ns = now_ns();
+      fields.since_ns = count == 8 ? integer(args[7]) : now_ns();
     });
   }
   if (PyErr_Occurred()) return nullptr;
@@ -107,7 +108,7 @@ PyMethodDef functions[] = {
     {"record_event", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(record_event)), METH_FASTCALL,
      "record_event(kind, status, name, detail, start_ns, reference, value, trace): append an event to the ring."},
     {"begin_activity", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(begin_activity)), METH_FASTCALL,
-     "begin_activity(cell, state, detail, reference, waiting, value, trace): show in the cell what goes on now."},
+     "begin_activity(cell, state, detail, reference, waiting, value, trace, since_ns=now): show in the cell what goes on."},
     {"note_queue", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(note_queue)), METH_FASTCALL,
      "note_queue(cell, waiting): show how many messages wait behind the one that the cell shows."},
     {"end_activity", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(end_activity)), METH_FASTCALL,

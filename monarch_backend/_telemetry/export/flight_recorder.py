@@ -16,6 +16,7 @@ from typing import Any
 from monarch_backend._telemetry import stacks
 from monarch_backend._telemetry.kinds import POINT_TO_POINT, Kind, State, Status
 from monarch_backend._telemetry.labels import fold_labels, numbers_of
+from monarch_backend._telemetry.payloads import Payload
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording, is_alive
 from monarch_backend._telemetry.recorder import GROUP_RANKS
 
@@ -37,25 +38,33 @@ _DTYPES = {
     "float8_e5m2fnuz": ("Float8_e5m2fnuz", 1),
 }  # fmt: skip
 _UNKNOWN_DTYPE = "Byte", 1
+_SCHEDULED, _STARTED, _COMPLETED = "scheduled", "started", "completed"
 
 
 @dataclass
 class _Entered:
-    """A collective that a rank has entered. ``end`` is None while it goes on, and if it has failed."""
+    """A collective that a rank has entered. ``end`` is None while it goes on, and if it has failed.
+
+    ``state``: torch's word for it. An accelerator's collectives are "scheduled", because their ends are not recorded.
+    """
 
     operation: str
     dtype: str | None
     size: int
     start: int | None
     end: int | None
-    is_over: bool
+    state: str
 
 
 @dataclass
 class _Member:
-    """What one rank has done in a group. It has left the collectives up to number ``left``."""
+    """What one rank has done in a group. Collectives up to number ``left`` are in ``ended_state``.
+
+    ``entered`` has what is known of a collective, by its number.
+    """
 
     left: int
+    ended_state: str
     entered: dict[int, _Entered] = field(default_factory=dict)
 
 
@@ -134,9 +143,7 @@ def _ranks(recording: Recording) -> dict[int, ProcessRecording]:
                 found[each.rank] = process
     if not found:
         read = fold_labels(each.label for each in recording.processes) or "none"
-        raise LookupError(
-            f"no process has a group of backend='monarch' with tensors in shared memory; processes read: {read}"
-        )
+        raise LookupError(f"no process has a group of backend='monarch'; processes read: {read}")
     return dict(sorted(found.items()))
 
 
@@ -152,20 +159,24 @@ def _members(process: ProcessRecording) -> dict[str, _Member]:
     for each in process.recorded.activities:
         if each.kind == Kind.COLLECTIVE and each.detail not in POINT_TO_POINT:
             going_on = each.state != State.IDLE
-            member = found[each.name] = _Member(each.reference - going_on)
+            member = found[each.name] = _Member(each.reference - going_on, _ended_state(each.payload))
             if going_on:
                 member.entered[each.reference] = _Entered(
-                    each.detail, each.payload.dtype, each.value, each.since_ns, None, False
+                    each.detail, each.payload.dtype, each.value, each.since_ns, None, _STARTED
                 )
     for event in process.events(Kind.COLLECTIVE):
         if event.detail not in POINT_TO_POINT and event.name in found:
-            is_over = event.status == Status.OK
+            state = _STARTED if event.status != Status.OK else _ended_state(event.payload)
             start = event.end_ns - event.duration_ns
-            end = event.end_ns if is_over else None
+            end = event.end_ns if state == _COMPLETED else None
             found[event.name].entered[event.reference] = _Entered(
-                event.detail, event.payload.dtype, event.value, start, end, is_over
+                event.detail, event.payload.dtype, event.value, start, end, state
             )
     return found
+
+
+def _ended_state(payload: Payload) -> str:
+    return _SCHEDULED if payload.is_only_enqueued else _COMPLETED
 
 
 def _empty() -> dict[str, Any]:
@@ -186,7 +197,9 @@ def _add_group(
         dump["pg_config"][title] = {"name": title, "desc": about, "ranks": str(all_members)}
         last = max([member.left, *member.entered])
         dump["pg_status"][str(number)] = {
-            "last_enqueued_collective": last, "last_started_collective": last, "last_completed_collective": member.left,
+            "last_enqueued_collective": last,
+            "last_started_collective": last if member.ended_state == _COMPLETED else -1,
+            "last_completed_collective": member.left if member.ended_state == _COMPLETED else -1,
         }  # fmt: skip
         created = 0  # that of a collective that goes on has the resolution of some milliseconds
         for sequence, entered in _entries(member, known):
@@ -201,7 +214,7 @@ def _entries(member: _Member, known: dict[int, _Entered]) -> Iterator[tuple[int,
         if sequence in member.entered:
             yield sequence, member.entered[sequence]
         elif sequence <= member.left:
-            yield sequence, _Entered(other.operation, other.dtype, other.size, None, None, True)
+            yield sequence, _Entered(other.operation, other.dtype, other.size, None, None, member.ended_state)
 
 
 def _entry(entered: _Entered, sequence: int, size: int, created: int, wall_offset: int) -> dict[str, Any]:
@@ -222,8 +235,8 @@ def _entry(entered: _Entered, sequence: int, size: int, created: int, wall_offse
         "output_sizes": whole if entered.operation == "all_gather" else part,
         "input_dtypes": [dtype],
         "output_dtypes": [dtype],
-        "state": "completed" if entered.is_over else "started",
-        "retired": entered.is_over,
+        "state": entered.state,
+        "retired": entered.state == _COMPLETED,
         "timeout_ms": 0,
         "frames": [],
     }

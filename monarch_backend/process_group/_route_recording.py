@@ -1,0 +1,157 @@
+"""Recording of collectives that other backends carry: torch's Gloo alone, NCCL, RCCL, torch_xla's and plugins'.
+
+The core records those in shared memory by itself, and `Hierarchy` those over several hosts.
+
+On the CPU a collective is under way until a thread has waited for its work. On other devices the call only enqueues it,
+and its end is not known here: the event is that of the call. So a rank's count says what it has enqueued.
+"""
+
+from __future__ import annotations
+
+import collections
+import secrets
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from monarch_backend._telemetry import payloads, recorder
+from monarch_backend._telemetry.kinds import Kind, State, Status
+
+_RUNNING = int(State.RUNNING)
+_IDENTITY_KEY = "recording identity"
+
+
+class RecordedCall:
+    """One collective, as the context of the call that starts it. An exception in the call ends it with an error.
+
+    ``status``: how it has ended, None while it is under way.
+    """
+
+    __slots__ = ("_fields", "_recording", "status")
+
+    def __init__(self, recording: RouteRecording, fields: tuple[int, ...]) -> None:
+        self._recording, self._fields = recording, fields
+        self.status: Status | None = None
+
+    def __enter__(self) -> RecordedCall:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.end(Status.ERROR)
+
+    def end(self, status: Status) -> None:
+        """Record the end. No effect after the first one."""
+        if self.status is None:
+            self.status = status
+            with self._recording.lock:
+                self._recording.remove_ended()
+
+    def drop(self) -> None:
+        """Record the end of a collective whose work was dropped. Never blocks, as garbage collection calls it."""
+        if self.status is None:
+            self.status = Status.OK
+            if self._recording.lock.acquire(
+                blocking=False
+            ):  # else this thread has it, and the next end removes this one
+                self._recording.remove_ended()
+                self._recording.lock.release()
+
+    def show(self) -> None:
+        """Show the collective in the cell."""
+        recorder.begin_activity(*self._fields)
+
+
+class Unrecorded:
+    """Context in place of a `RecordedCall`, for a route that records by itself or not at all."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+UNRECORDED = Unrecorded()
+
+
+class EnqueuedCall:
+    """Context of a call that only enqueues a collective. Its event is that of the call."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: int) -> None:
+        self._cell = cell
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        recorder.end_activity(self._cell, Status.OK if kind is None else Status.ERROR)
+
+
+class RouteRecording:
+    """The collectives of one route of a group, in a cell that shows the oldest one under way.
+
+    Ends are recorded in the order of the calls. ``identity`` is that of `agree_on_identity`. ``lock`` protects
+    `remove_ended`.
+    """
+
+    def __init__(self, name: str, rank: int, identity: int, route: str) -> None:
+        self._identity = identity
+        self._route = payloads.route_named(route)
+        self._is_only_enqueued = payloads.decode(self._route << 16).is_only_enqueued
+        self._cell = recorder.take_cell(Kind.COLLECTIVE, name, rank, identity)
+        release = weakref.finalize(self, recorder.release_cell, self._cell)
+        release.atexit = False
+        self.lock = threading.Lock()
+        self._count = 0
+        self._open: collections.deque[RecordedCall] = collections.deque()
+        self._payloads: dict[torch.dtype | None, int] = {}
+        self._enqueued = EnqueuedCall(self._cell)
+
+    def enter(self, operation: str, tensors: Sequence[Tensor]) -> RecordedCall | EnqueuedCall:
+        """Record that a collective on ``tensors`` is under way. It has the dtype and the bytes of the first one."""
+        dtype, size = (tensors[0].dtype, tensors[0].nbytes) if tensors else (None, 0)
+        payload = self._payloads.get(dtype)
+        if payload is None:
+            name = "" if dtype is None else str(dtype).removeprefix("torch.")
+            payload = self._payloads[dtype] = payloads.encode(name, self._route)
+        detail = recorder.name_number(operation)
+        with self.lock:
+            self._count += 1
+            fields = (
+                self._cell, _RUNNING, detail, self._count, payload, size, self._identity, recorder.monotonic_ns()
+            )  # fmt: skip
+            if self._is_only_enqueued:
+                recorder.begin_activity(*fields)
+                return self._enqueued
+            call = RecordedCall(self, fields)
+            if self._open:
+                self._open.append(call)
+                self.remove_ended()
+            else:
+                self._open.append(call)
+                call.show()
+        return call
+
+    def remove_ended(self) -> None:
+        """Record the ends of the oldest collectives that have ended, and show the next one."""
+        calls = self._open
+        while calls and (status := calls[0].status) is not None:
+            recorder.end_activity(self._cell, status)
+            calls.popleft()
+            if calls:
+                calls[0].show()
+
+
+def agree_on_identity(store: Store) -> int:
+    """Return a number for the group of this store, the same on all of its ranks. Waits for none of them."""
+    drawn = str(secrets.randbits(63))
+    return int(store.compare_set(_IDENTITY_KEY, "", drawn))
