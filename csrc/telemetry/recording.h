@@ -39,6 +39,7 @@ enum class Kind : std::uint16_t {
   step = 13,
   connection = 14,
   host = 15,
+  link = 16,  // the span of another program in which a message was sent
 };
 
 // Routes of collectives. _telemetry/payloads.py has all of them, with their names.

@@ -8,6 +8,10 @@ import sys
 import types
 from typing import Any
 
+from monarch_backend import _native
+from monarch_backend._telemetry import recorder
+from monarch_backend._telemetry.kinds import Kind
+
 REMOTE_PARENT = "remote parent"
 """Name of the span that stands for a span of another program. Its attribute `HEADER` has that one's identity."""
 
@@ -17,7 +21,25 @@ _FORM = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a
 _OPENTELEMETRY = "opentelemetry.trace"
 
 remote: contextvars.ContextVar[tuple[str, int]] = contextvars.ContextVar("monarch_remote_parent", default=("", 0))
-"""Header of the enclosing `remote_parent`, and the number of its span."""
+"""Header of the enclosing `remote_parent`, and the number of its span: 0 in a message that was sent within one."""
+
+message: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("monarch_traced_message", default=None)
+"""Such a message: the number of the call and the sender's identity, until its own header is known."""
+
+
+def enter_message(header: str, call: int, sender: int) -> None:
+    """Continue the trace of a message, or end that of an earlier one with an empty header.
+
+    ``header``: of the span in which it was sent. ``call`` and ``sender``: as in the event of the message.
+    """
+    if parse(header) is None:
+        remote.set(("", 0))
+        message.set(None)
+        return
+    remote.set((header, 0))
+    message.set((call, sender))
+    if recorder.is_recording():
+        recorder.record_event(int(Kind.LINK), 0, 0, _native.record_text(header), 0, call, 0, sender)
 
 
 def parse(header: object) -> tuple[int, int] | None:

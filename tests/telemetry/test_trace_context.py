@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +14,16 @@ from monarch_backend import telemetry
 from monarch_backend._core import platform
 from monarch_backend._telemetry import program_recording, trace_context
 from monarch_backend._telemetry.export.span_tree import Node, SpanTree
+from monarch_backend._telemetry.kinds import Kind
+from monarch_backend._telemetry.reader import RecordedEvent
 from tests.support.waiting import wait_until
+from tests.telemetry.recordings import recording_of
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
 
 TRACE, SPAN = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
 HEADER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+OTHER = "00-0000000000000000000000000000002a-0000000000000007-01"
 
 
 @pytest.mark.parametrize("header", [HEADER, f" {HEADER} ", HEADER[:-2] + "00", "cc" + HEADER[2:] + "-what-is-new"])
@@ -137,6 +143,131 @@ def test_trace_of_another_program_goes_through_actors(tmp_path: Any) -> None:
         assert names == ["ask", "back.answer", "front.ask", "request"]
         [request] = [node for node in nodes if node.trace == number and node.name == "request"]
         assert request.parent == number and request.attributes["number"] == number
+
+
+PROPAGATED = f"""
+import asyncio, sys
+from monarch_backend.actor import Actor, concurrent_endpoint, endpoint, span, this_host
+from monarch_backend.job import ProcessJob
+from monarch_backend.telemetry import remote_parent, traceparent
+
+
+class Plain(Actor):
+    def __init__(self):
+        self.told = None
+
+    @endpoint
+    def context(self, spans=0):
+        for _ in range(spans):
+            with span("many"):
+                pass
+        return traceparent()
+
+    @endpoint
+    def asks(self, other):
+        return other.context.call_one().get()
+
+    @endpoint
+    def yields(self):
+        yield traceparent()
+
+    @endpoint
+    def tell(self):
+        self.told = traceparent()
+
+    @endpoint
+    def get_told(self):
+        return self.told
+
+    @endpoint
+    def continues_another(self):
+        with remote_parent("{OTHER}"):
+            return traceparent()
+
+
+class Concurrent(Actor):
+    @concurrent_endpoint
+    async def context(self):
+        await asyncio.sleep(0)
+        return traceparent()
+
+    @endpoint
+    async def asks(self, other):
+        return await other.context.call_one()
+
+
+def show(first, second, concurrent):
+    with remote_parent("{HEADER}"), span("request"):
+        results = {{
+            "call_one": first.context.call_one().get(),
+            "after more events than a ring has": first.context.call_one(9000).get(),
+            "call": [*first.context.call().get().values()][0],
+            "nested": first.asks.call_one(second).get(),
+            "concurrent": concurrent.context.call_one().get(),
+            "from concurrent": concurrent.asks.call_one(second).get(),
+            "stream": next(iter(first.yields.stream())).get(),
+        }}
+        first.tell.broadcast()
+        inner = first.continues_another.call_one().get()
+    results["broadcast"] = first.get_told.call_one().get()
+    assert inner == "{OTHER}", inner
+    for what, header in results.items():
+        assert header and header[3:35] == "{HEADER[3:35]}", (what, header)
+    for outside in first.context.call_one().get(), concurrent.context.call_one().get():
+        assert "{HEADER[3:35]}" not in (outside or ""), outside
+"""
+
+ON_ONE_MACHINE = """
+if __name__ == "__main__":
+    procs = this_host().spawn_procs({"gpus": 2})
+    plain = procs.spawn("plain", Plain)
+    show(plain.slice(gpus=0), plain.slice(gpus=1), procs.slice(gpus=1).spawn("concurrent", Concurrent))
+"""
+
+ON_HOSTS = """
+if __name__ == "__main__":
+    job = ProcessJob({"workers": 2}, path=sys.argv[1])
+    job.apply()
+    try:
+        procs = job.state().workers.spawn_procs({"gpus": 1})
+        plain = procs.spawn("plain", Plain)
+        show(plain.slice(hosts=0), plain.slice(hosts=1), procs.slice(hosts=1).spawn("concurrent", Concurrent))
+    finally:
+        job.kill()
+"""
+
+
+@pytest.mark.parametrize("hosts", [ON_ONE_MACHINE, ON_HOSTS], ids=["one machine", "hosts"])
+def test_trace_of_another_program_crosses_each_kind_of_message(hosts: str, tmp_path: Any) -> None:
+    path = tmp_path / "propagated.py"
+    path.write_text(PROPAGATED + hosts)
+    done = subprocess.run(
+        [sys.executable, str(path), str(tmp_path / "job.json")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_traced_message_of_an_unrecorded_sender_has_its_parent() -> None:
+    made = recording_of({"": [1]}, [])
+    sender, call = 77, 5
+    message = RecordedEvent(2, 2000, 500, Kind.MESSAGE, 0, 1, "model", "answer", call, 10, sender)
+    link = RecordedEvent(1, 1400, 0, Kind.LINK, 0, 1, "", HEADER, call, 0, sender)
+    other = RecordedEvent(3, 3000, 500, Kind.MESSAGE, 0, 1, "model", "answer", call + 1, 10, sender)
+    made.processes[0].recorded.events = [link, message, other]
+    made.processes[0] = replace(made.processes[0])  # it keeps its events by kind
+    first, second = SpanTree().nodes(made)
+    assert (first.trace, first.parent) == (TRACE, SPAN)
+    assert second.trace != TRACE and second.parent == 0
+
+
+def test_header_in_a_message_that_is_not_valid_has_no_effect() -> None:
+    def run() -> None:
+        trace_context.enter_message(HEADER, 5, 77)
+        assert telemetry.traceparent() == HEADER
+        trace_context.enter_message("not a header", 6, 77)
+        assert trace_context.remote.get() == ("", 0)
+
+    contextvars.copy_context().run(run)
 
 
 OPENTELEMETRY = """

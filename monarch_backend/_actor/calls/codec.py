@@ -30,6 +30,7 @@ class CallHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     sizes: tuple[int, ...]
     port: Address | None = None
     plain: int = 0  # 1: an undecorated method; 2: one with an explicit response port
+    trace: str = ""  # W3C header of the caller's span, of a call within `remote_parent`
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -41,6 +42,11 @@ def prefix_of(method: str, extent: Extent, port: Address | None = None, plain: i
     return _encoder.encode(CallHeader(method, tuple(extent.labels), tuple(extent.sizes), port, plain))
 
 
+def with_trace(prefix: bytes, header: str) -> bytes:
+    """Return the prefix of a call that is a part of a trace of another program. ``header``: of the caller's span."""
+    return _encoder.encode(msgspec.structs.replace(read_prefix(prefix)[0], trace=header))
+
+
 def read_prefix(prefix: bytes) -> tuple[CallHeader, Extent]:
     """Decode the prefix of a call: its endpoint and extent. Results are cached. Raises FrameError for other bytes."""
     found = _known.get(prefix)
@@ -50,9 +56,10 @@ def read_prefix(prefix: bytes) -> tuple[CallHeader, Extent]:
             found = called, Extent(called.labels, called.sizes)
         except (ValueError, TypeError) as error:
             raise FrameError(f"not the prefix of a call: {error}") from error
-        if len(_known) > 4096:
-            _known.clear()
-        _known[prefix] = found
+        if not called.trace:  # a prefix with one occurs once
+            if len(_known) > 4096:
+                _known.clear()
+            _known[prefix] = found
     return found
 
 

@@ -8,7 +8,7 @@ from sys import _getframe
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch_backend._actor.actor import EndpointSpec, specify
-from monarch_backend._actor.calls.codec import prefix_of, supervision_error
+from monarch_backend._actor.calls.codec import prefix_of, supervision_error, with_trace
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.pending_calls import (
     BroadcastCall,
@@ -26,7 +26,7 @@ from monarch_backend._actor.current_runtime import program
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._serialization.pickling import dumps
-from monarch_backend._telemetry import kinds, recorder
+from monarch_backend._telemetry import kinds, recorder, trace_context
 from monarch_backend._telemetry.recorder import record_event
 from monarch_backend._telemetry.spans import current_span
 from monarch_backend._transport.local.frames import Kind
@@ -41,6 +41,7 @@ A = TypeVar("A")
 
 _call = int(Kind.CALL)
 _SENT = int(kinds.Kind.SENT)
+_remote_parent = trace_context.remote.get
 
 
 class Endpoint(Generic[R]):
@@ -236,8 +237,9 @@ class Endpoint(Generic[R]):
                 call._fail(supervision_error(failure, self._label(), "not sent"))
                 return call
         program.pending[ref] = call
+        prefix = self._prefix if not _remote_parent()[0] else _traced(self._prefix)
         try:
-            program.router.send(peer, _call, core.actor, ref, at, self._prefix, body, buffers)
+            program.router.send(peer, _call, core.actor, ref, at, prefix, body, buffers)
             record_event(_SENT, 0, self._mesh_name, self._method_name, 0, ref, len(body), current_span())
         except PeerGoneError:
             program.pending.pop(ref, None)
@@ -260,9 +262,10 @@ class Endpoint(Generic[R]):
                 call._fail(supervision_error(failure, self._label(), "not sent"))
                 return
         program.pending[ref] = call
+        prefix = _traced(self._prefix)
         try:
             pairs = [(peer, i) for i, peer in enumerate(peers)]
-            program.router.multicast(pairs, _call, core.actor, ref, self._prefix, body, buffers, combine)
+            program.router.multicast(pairs, _call, core.actor, ref, prefix, body, buffers, combine)
             record_event(_SENT, 0, *self._names, 0, ref, len(body), current_span())
         except BaseException:
             program.pending.pop(ref, None)
@@ -299,7 +302,7 @@ class Endpoint(Generic[R]):
                 stream.refuse(i, supervision_error(failure, self._label(), "not sent"))
         going = [(peer, first + i) for i, peer in enumerate(peers) if i in stream._open]
         try:
-            program.router.multicast(going, _call, core.actor, ref, self._prefix, body, buffers)
+            program.router.multicast(going, _call, core.actor, ref, _traced(self._prefix), body, buffers)
         except BaseException:
             stream._close("its call could not be sent to all actors")
             raise
@@ -317,7 +320,7 @@ class Endpoint(Generic[R]):
         places = range(len(self._ranks)) if only is None else [only]
         self._refuse_dead(places)
         pairs = [(core.peer(self._ranks[place]), place) for place in places]
-        program.router.multicast(pairs, _call, core.actor, 0, prefix, body, buffers)
+        program.router.multicast(pairs, _call, core.actor, 0, _traced(prefix), body, buffers)
         record_event(_SENT, 0, *self._names, 0, 0, len(body), current_span())
 
     def _refuse_dead(self, places: Sequence[int]) -> None:
@@ -356,6 +359,15 @@ class Endpoint(Generic[R]):
 
     def __repr__(self) -> str:
         return f"<Endpoint {self._label()} of {self._mesh.extent}>"
+
+
+def _traced(prefix: bytes) -> bytes:
+    """Return the prefix with the present span, if the call is within `remote_parent`."""
+    if not _remote_parent()[0]:
+        return prefix
+    from monarch_backend._telemetry.present_context import traceparent  # its imports are slow
+
+    return with_trace(prefix, traceparent() or "")
 
 
 def _call_site() -> CallSite:

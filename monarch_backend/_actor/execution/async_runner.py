@@ -20,7 +20,7 @@ from monarch_backend._actor.execution.message_queue import Job, Message, ReplyHa
 from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit, wait_post_mortem
 from monarch_backend._actor.host_ending import HostEnding
 from monarch_backend._serialization.pickling import dumps, loads
-from monarch_backend._telemetry import kinds, recorder
+from monarch_backend._telemetry import kinds, recorder, trace_context
 from monarch_backend._telemetry.recorder import begin_activity, end_activity
 from monarch_backend._transport.local.frames import Frame, Status
 from monarch_backend._transport.local.peer import Peer
@@ -188,6 +188,8 @@ class AsyncActorRunner(ActorRunner):
         if self.handled is not None:
             self.handled.reply = answer
         context.message.set((frame.rank, extent))
+        if called.trace:
+            trace_context.enter_message(called.trace, frame.ref, peer.identity)
         # One message at a time is shown in the actor's cell, as of a plain actor. Others have cells of their own.
         cell, is_own = self.recording_cell, not self._is_cell_used
         if is_own:

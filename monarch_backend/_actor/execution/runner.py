@@ -35,7 +35,7 @@ from monarch_backend._core import env
 from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._serialization.exceptions import remote_traceback
 from monarch_backend._serialization.pickling import DeserializationError, dumps, loads
-from monarch_backend._telemetry import kinds, last_messages, recorder
+from monarch_backend._telemetry import kinds, last_messages, recorder, trace_context
 from monarch_backend._telemetry.recorder import begin_activity, end_activity
 from monarch_backend._transport.local.event_loop import release
 from monarch_backend._transport.local.frames import Cancel, Construct, Constructed, Failed, Frame, Status, Stopped
@@ -141,6 +141,7 @@ class ActorRunner:
         self.successor: ActorRunner | None = None
         self._lock = threading.Lock()  # of failure, over and successor
         self._methods: dict[tuple[str, int], Any] = {}
+        self._is_traced = False  # the last message was sent within `remote_parent`
         self.recording_cell = recorder.take_cell(kinds.Kind.MESSAGE, self.name, self.rank)  # shows what the actor does
         self._endpoint_numbers: dict[str, int] = {}
         self._waits_at_errors = program.root is not None and env.get("MONARCH_POST_MORTEM")
@@ -354,6 +355,9 @@ class ActorRunner:
         answer = self.reply_class(self.program, message, called.port)
         self.program.router.processed(peer, frame)
         context.message.set((frame.rank, extent))
+        if called.trace or self._is_traced:
+            self._is_traced = bool(called.trace)
+            trace_context.enter_message(called.trace, frame.ref, peer.identity)
         self.running_reply = answer
         code, status = self.code, _OK
         number = self._endpoint_numbers.get(called.method) or self._endpoint_number(called.method)

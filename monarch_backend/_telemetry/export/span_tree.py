@@ -66,6 +66,7 @@ class SpanTree:
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, tuple[int, int]] = OrderedDict()  # trace and identity by hash
+        self._links: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def nodes(self, recording: Recording) -> list[Node]:
         """Return all spans and handled messages of the recording, with their identities."""
@@ -79,6 +80,7 @@ class SpanTree:
         spans = {(id(node.process), node.reference): node for node in nodes if node.kind == Kind.SPAN}
         senders = recording.senders()
         parents = {id(node): _parent(node, spans, senders, around) for node in nodes}
+        self._links = _links(recording)
         for node in nodes:
             self._place(node, parents)
         return nodes
@@ -104,6 +106,11 @@ class SpanTree:
     def _place_root(self, node: Node) -> None:
         """Give a node without a recorded parent its trace. All ranks that handle one call are in the same."""
         foreign = _foreign(node)
+        if node.kind == Kind.MESSAGE:
+            link = self._links.get((id(node.process), node.other, node.reference))
+            if link is not None:
+                node.trace, node.parent = link
+                return
         if foreign is not None:
             node.trace, node.parent = foreign
             node.is_link = node.name == REMOTE_PARENT
@@ -187,6 +194,20 @@ def _span_above(node: Node, process: ProcessRecording, number: int, spans: dict[
     return found
 
 
+def _links(recording: Recording) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """Return the trace and the span in which traced messages were sent, also by senders that are not recorded.
+
+    The key is the process, the sender, and the number of the call.
+    """
+    found = {}
+    for process in recording.processes:
+        for event in process.events(Kind.LINK):
+            parent = trace_context.parse(event.detail)
+            if parent is not None and event.reference:
+                found[id(process), event.trace, event.reference] = parent
+    return found
+
+
 def _foreign(node: Node) -> tuple[int, int] | None:
     """Return the trace and the span of another program that is above this span."""
     if node.kind != Kind.SPAN or (node.other and node.name != REMOTE_PARENT):
@@ -233,9 +254,13 @@ def _identity(node: Node) -> int:
     pid, started = node.process.recorded.key
     if node.kind == Kind.SPAN:
         return span_identity(pid, started, node.reference)
-    return _hash(
-        pid, started, Kind.MESSAGE, node.name, node.start + node.process.recorded.ahead_ns, node.other, node.reference
-    )
+    start = node.start + node.process.recorded.ahead_ns
+    return message_identity(pid, started, node.name, start, node.other, node.reference)
+
+
+def message_identity(pid: int, started_ns: int, name: str, start_ns: int, sender: int, call: int) -> int:
+    """Return the identity of a message. ``name``: of its actor and endpoint. ``start_ns``: on its host's clock."""
+    return _hash(pid, started_ns, Kind.MESSAGE, name, start_ns, sender, call)
 
 
 def _hash(*parts: Any) -> int:
