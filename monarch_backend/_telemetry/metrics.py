@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from monarch_backend import _native
 from monarch_backend._core import fork
-from monarch_backend._telemetry import texts
+from monarch_backend._telemetry import recorder, texts
 from monarch_backend._telemetry.kinds import Kind, NamedNumber
 from monarch_backend._telemetry.recorder import record_event
 
@@ -76,7 +76,7 @@ class _Summing(_Instrument):
         self._totals: dict[int | str, float] = {}
 
     def _add(self, value: Number, attributes: Attributes) -> None:
-        if not _is_recording():
+        if not _is_recording() and not recorder.begin():
             return
         detail = texts.number(attributes) if attributes else 0
         key = str(attributes) if attributes and (not detail or texts.is_in_ring(detail)) else detail
@@ -89,7 +89,7 @@ class _Summing(_Instrument):
 
 class _Unsummed(_Instrument):
     def _set(self, value: Number, attributes: Attributes) -> None:
-        if _is_recording():
+        if _is_recording() or recorder.begin():
             self._record(value, texts.number(attributes) if attributes else 0)
 
 

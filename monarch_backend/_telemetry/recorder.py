@@ -1,6 +1,6 @@
 """What this process records: names, activities and events. All functions have no effect while nothing is recorded.
 
-Recording starts with `start`, in the main program with its first processes, in others when they start.
+Recording starts with `start`. In the main program it starts with its first processes, process group, span or metric.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _area: RecordingArea | None = None
 _names: dict[str, int] = {}
 _identity = 0
 _can_record = True
+_may_begin = True
 _slot: tuple[int, int, int, str] | None = None  # in the starter's area: its pid and descriptor, the index, the label
 
 
@@ -81,6 +82,16 @@ def recording_area_of_this_process() -> int | None:
     if _slot is None:
         return own_area()
     return os.open(f"/proc/{_slot[0]}/fd/{_slot[1]}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def begin() -> bool:
+    """Return whether this process records. The first span or metric of a program starts its recording."""
+    global _may_begin
+    if _may_begin and not is_recording():
+        _may_begin = False
+        rank = os.environ.get("RANK", "")  # of torchrun, before there is a process group
+        area(f"rank {rank}" if rank else "")
+    return is_recording()
 
 
 def start_rank(rank: str) -> None:
@@ -171,7 +182,8 @@ def process_group(name: str, ranks: Sequence[int]) -> None:
 
 
 def _in_forked_child() -> None:
-    global _area, _lock, _slot, _group_bytes
+    global _area, _lock, _slot, _group_bytes, _may_begin
+    _may_begin = True
     _slot = None
     _group_bytes = 0
     _lock = threading.Lock()

@@ -121,7 +121,7 @@ class span:
         self._start = 0
 
     def __enter__(self) -> None:
-        if not _is_recording():
+        if not _is_recording() and not recorder.begin():
             self._start = 0
             return
         attributes = self._attributes

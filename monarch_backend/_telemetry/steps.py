@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterator
 from statistics import median_low
 
-from monarch_backend import _native
 from monarch_backend._core import env, fork
 from monarch_backend._core.limits import start_thread
 from monarch_backend._telemetry import recorder, texts
@@ -162,7 +161,7 @@ def step(name: str = "step") -> None:
     >>> for batch in range(3):
     ...     step()
     """
-    if not _native.is_recording():
+    if not recorder.begin():
         return
     found = _steps.get(name)
     if found is None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tests.support.ranks import KEPT_FDS, KEPT_PIDS
 
+_OWN_RECORDING = frozenset(f"/memfd:monarch-{what} (deleted)" for what in ("recording", "stacks"))
+# A process has one of each until its end, from its first span, metric, process or group on.
 _DRIVER = "cuda.shm."  # prefix of the CUDA driver's own files, which it may keep
 
 
@@ -80,13 +82,16 @@ def _command(pid: int) -> str:
 
 def take() -> Picture:
     """Take a snapshot."""
-    descriptors = set()
+    descriptors, descriptors_of_recording = set(), set()
     for name in os.listdir("/dev/fd"):
         if int(name) not in KEPT_FDS:
             try:
                 target = os.readlink(f"/proc/self/fd/{name}") if _HAS_PROC else _kind(int(name))
             except OSError:
                 continue  # the descriptor of /proc/self/fd itself
+            if target in _OWN_RECORDING and target not in descriptors_of_recording:
+                descriptors_of_recording.add(target)
+                continue
             if not target.startswith("/dev/nvidia"):  # the driver keeps its descriptors after the first use of a GPU
                 descriptors.add(f"{name} {target}")
     shm = {n for n in os.listdir("/dev/shm") if not n.startswith(_DRIVER)} if os.path.isdir("/dev/shm") else set()

@@ -288,3 +288,45 @@ def test_room_for_ranks_of_groups_is_bounded(area: RecordingArea) -> None:
     assert recorded[0] == "group 0 has the ranks 0-2,8" and len(set(recorded)) == len(recorded)
     assert 200 < len(recorded) < 1000 and sum(len(name) + 2 for name in recorded) <= recorder.MAX_GROUP_BYTES
     assert [each.name for each in _spans(process)] == ["later"]
+
+
+EARLY = """
+from monarch_backend.actor import this_host
+from monarch_backend.telemetry import get_meter, query, span, step
+
+counter = get_meter("x").create_counter("tokens")
+counter.add(100)
+with span("before"):
+    step()
+    step()
+procs = this_host().spawn_procs({"gpus": 1})
+procs.stop().get()
+counter.add(1)
+with span("after"):
+    pass
+print(query("select max(total) from metrics").rows, query("select name from spans order by timestamp_us").rows,
+      query("select count(*) from steps").rows)
+"""
+
+
+def test_what_precedes_the_first_processes_is_recorded() -> None:
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[(101.0,)] [('before',), ('after',)] [(2,)]"
+
+
+def test_rank_of_torchrun_is_recorded_before_its_group() -> None:
+    code = """
+from monarch_backend.telemetry import query, span
+with span("load"):
+    pass
+print(query("select label from processes").rows, query("select process, name from spans").rows)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RANK": "3"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "[('rank 3',)] [('rank 3', 'load')]"
