@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from monarch_backend._telemetry import discovery
+from monarch_backend._telemetry import discovery, gpu_memory
 from monarch_backend._telemetry.programs import Program
 
 ProcessKey = tuple[str, int]
@@ -32,11 +32,12 @@ class RateMeter:
         self._cpu: dict[int, float] = {}
 
     def look(self) -> tuple[list[Program], dict[ProcessKey, Rates]]:
-        """Return the programs, and the rates. A process has rates from the second look on.
+        """Return the programs with their GPU memory, and the rates. A process has rates from the second look on.
 
         Raises what ``find`` does.
         """
         programs = self._find()
+        gpu_memory.add_to(programs)
         now = time.monotonic()
         seconds, self._looked_at = now - self._looked_at, now
         traffic = {each.pid: each for area in discovery.areas() for each in area.traffic(self._written)}

@@ -47,7 +47,7 @@ class Subject(Protocol):
         """Return the programs with their late and slow ranks, and what was not read."""
 
     def look(self) -> tuple[list[Program], dict[ProcessKey, Rates], list[Unread]]:
-        """Return the programs, the rates of their processes since the last look, and what was not read."""
+        """Return the programs with their GPU memory, rates of processes since the last look, and what was not read."""
 
     def recording(
         self, wanted: EventFilter | None = ALL_EVENTS, of: Sequence[Program] | None = None

@@ -14,6 +14,8 @@ import pytest
 from monarch_backend._core import platform
 from monarch_backend._telemetry import gpu_memory
 from monarch_backend._telemetry.gpu_memory import LIBRARY, of_processes
+from monarch_backend._telemetry.programs import Process, Program
+from monarch_backend._telemetry.rates import RateMeter
 
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="builds a library with cc")
 
@@ -59,6 +61,13 @@ def test_memory_of_a_process_is_the_sum_over_gpus(library: Path, monkeypatch: py
 
 def test_memory_is_unknown_without_the_library(tmp_path: Path) -> None:
     assert of_processes(str(tmp_path / LIBRARY)) is None
+
+
+def test_each_look_has_the_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "of_processes", lambda: {7: 1 << 30})
+    process = Process(7, "program 7", "running", 0, 1.0, None, 1, 1.0, [])
+    [program], _ = RateMeter(lambda: [Program(7, "train.py", [process])]).look()
+    assert program.processes[0].gpu_memory == 1 << 30
 
 
 PROGRAM = """
