@@ -87,7 +87,7 @@ def as_text(program: Program, others: Iterable[Program] = ()) -> str:
 
     ``others`` are programs in which its calls may run, such as those of other hosts.
     """
-    lines, runs = [], _ranks_of_calls([program, *others])
+    lines, runs = [], ranks_of_calls([program, *others])
     for process in program.processes:
         indent = "" if process.parent == 0 else "  "
         lines.append(f"{indent}{_process_line(process, program)}")
@@ -100,23 +100,42 @@ def findings(program: Program) -> list[str]:
     return [str(each["text"]) for each in (*program.late, *program.slow)]
 
 
+def name_of(process: Process, program: Program) -> str:
+    """Return the name of a process: its label, and for the program's own process the command."""
+    if process.pid != program.pid:
+        return process.label
+    return program.command if process.label.startswith("program ") else f"{process.label} of {program.command}"
+
+
+def state_of(process: Process) -> str:
+    """Return the state of a process, with the exit code of one that has ended."""
+    return process.state if process.exit_code is None else f"ended with {process.exit_code}"
+
+
+def memory_text(size: int) -> str:
+    """Return an amount of memory in bytes for people.
+
+    >>> memory_text(3 << 30)
+    '3072 MiB'
+    """
+    return f"{size / 2**20:.0f} MiB"
+
+
 def _process_line(process: Process, program: Program) -> str:
-    what = process.label
-    if process.pid == program.pid:
-        what = program.command if what.startswith("program ") else f"{what} of {program.command}"
-        what += f" on {program.host}" if program.host else ""
-    facts = [f"pid {process.pid}", process.state if process.exit_code is None else f"ended with {process.exit_code}"]
+    what = name_of(process, program)
+    what += f" on {program.host}" if program.host and process.pid == program.pid else ""
+    facts = [f"pid {process.pid}", state_of(process)]
     if process.restarts:
         facts.append(f"restarted {'once' if process.restarts == 1 else f'{process.restarts} times'}")
     if process.memory is not None and process.cpu_seconds is not None:
-        facts.append(f"{process.memory / 2**20:.0f} MiB")
+        facts.append(memory_text(process.memory))
         if process.gpu_memory is not None:
-            facts.append(f"{process.gpu_memory / 2**20:.0f} MiB of GPU memory")
+            facts.append(f"{memory_text(process.gpu_memory)} of GPU memory")
         facts.append(f"{process.cpu_seconds:.1f} s of processor time")
     return f"{what} ({', '.join(facts)})"
 
 
-def _ranks_of_calls(programs: Iterable[Program]) -> dict[str, set[int]]:
+def ranks_of_calls(programs: Iterable[Program]) -> dict[str, set[int]]:
     """Return the ranks that run a call now, by its ``call``."""
     ranks: dict[str, set[int]] = {}
     for activity in (each for program in programs for process in program.processes for each in process.activities):
@@ -125,30 +144,33 @@ def _ranks_of_calls(programs: Iterable[Program]) -> dict[str, set[int]]:
     return ranks
 
 
-def _wait_line(activity: dict[str, object], runs: dict[str, set[int]]) -> str:
-    """Return the line of a wait for a call. The ranks that run it are missing; of queued ones nothing is recorded."""
-    what = f"{activity['name']}.{activity['detail']}" if activity["detail"] else activity["name"]
-    text = f"waits for {what} for {duration(float(str(activity['seconds'])))}"
-    if missing := sorted(runs.get(str(activity.get("call")), ())):
-        text += f", rank{'s' * (len(missing) > 1)} {fold_numbers(missing)} missing"
-    return text
+def awaited(activity: dict[str, object]) -> str:
+    """Return what a wait is for: the actor and the endpoint of a call."""
+    return f"{activity['name']}.{activity['detail']}" if activity["detail"] else str(activity["name"])
+
+
+def missing(activity: dict[str, object], runs: dict[str, set[int]]) -> str:
+    """Return the ranks that a wait misses, as ", rank 1 missing": those that run the call. Queued ones are unknown."""
+    ranks = sorted(runs.get(str(activity.get("call")), ()))
+    return f", rank{'s' * (len(ranks) > 1)} {fold_numbers(ranks)} missing" if ranks else ""
 
 
 def _activity_line(activity: dict[str, object], runs: dict[str, set[int]]) -> str:
+    seconds = duration(float(str(activity["seconds"])))
     if activity["kind"] == "wait" and activity["name"] == "breakpoint":  # of a thread, which has no rank
-        return f"waits at {activity['detail']} for {duration(float(str(activity['seconds'])))}: monarch-backend debug"
+        return f"waits at {activity['detail']} for {seconds}: monarch-backend debug"
     if activity["kind"] == "step":
         made = f"{activity['name']} {activity['ended']} done"
         median = f", median of the last {activity['window']} {duration(float(str(activity['median_seconds'])))}"
         return made + median * bool(activity["window"])
     if activity["kind"] == "wait" and activity["state"] != "lost":
-        return _wait_line(activity, runs)
+        return f"waits for {awaited(activity)} for {seconds}{missing(activity, runs)}"
     rank = "" if activity["kind"] == "span" else f" rank {activity['rank']}"
     text = f"{activity['name']}{rank}: {activity['state']}"
     if activity["detail"]:
         text += f" {activity['detail']}"
     text += " after" if activity["state"] == "lost" else " for"
-    text += f" {duration(float(str(activity['seconds'])))}, {activity['ended']} done"
+    text += f" {seconds}, {activity['ended']} done"
     text += f", {activity['queue']} in the queue" if activity["queue"] else ""
     text += f", {activity['place']}" if activity.get("place") else ""
     return f"{text}, waits for {activity['awaits']}" if activity.get("awaits") else text

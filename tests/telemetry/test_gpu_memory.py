@@ -79,15 +79,18 @@ recorder.area()
 os.environ["USER_OF_GPU"] = str(os.getpid())
 cli.main(["ps", str(os.getpid())])
 cli.main(["ps", str(os.getpid()), "--json"])
+cli.main(["top", str(os.getpid()), "--interval", "0.01", "--once"])
 """
 
 
 @pytest.mark.skipif(not platform.HAS_MEMFD, reason="programs are found in /proc")
-def test_ps_shows_the_gpu_memory_of_a_process(library: Path) -> None:
+def test_ps_and_top_show_the_gpu_memory_of_a_process(library: Path) -> None:
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library.parent)}
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     first, _, rest = done.stdout.partition("\n")
     assert ", 3072 MiB of GPU memory, " in first
-    [program] = json.loads(rest[rest.index("[\n") :])
+    text, _, table = rest[rest.index("[\n") :].rpartition("PROCESS ")
+    [program] = json.loads(text)
     assert [each["gpu_memory"] for each in program["processes"]] == [3 << 30]
+    assert table.split()[:10].index("GPU") > 0 and "3072 MiB" in table

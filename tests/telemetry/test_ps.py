@@ -113,6 +113,6 @@ def test_async_messages_have_the_call_of_their_wait_and_only_theirs_are_asked(
     assert not any(programs.IS_ASYNC in each for each in found)
     assert not any(
         programs.IS_ASYNC in each
-        for row in top.rows_of(programs.select(None), {})
-        for each in top._as_json(row)["activities"]
+        for process in top.as_json(programs.select(None), {})
+        for each in process["activities"]
     )
