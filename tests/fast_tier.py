@@ -88,6 +88,7 @@ LONG_MODULES = {
     "shm/test_direct_access.py",
     "shm/test_model.py",
     "shm/test_reduction_dtypes.py",
+    "telemetry/test_top_screen.py",
     "test_docs.py",
     "test_package.py",
     "test_readme.py",

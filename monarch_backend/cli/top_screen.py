@@ -135,6 +135,8 @@ class Tree(DataTable[Text]):
         Binding("slash", "app.filter", "Filter", key_display="/"),
         Binding("escape", "app.end_filter", "All rows", show=False),
         Binding("q", "app.quit", "Quit"),
+        Binding("home", "scroll_top", show=False),
+        Binding("end", "scroll_bottom", show=False),
     ]
 
     def __init__(self, name: str) -> None:

@@ -134,10 +134,10 @@ def test_escape_ends_the_command_of_a_page(running: subprocess.Popen[str]) -> No
     async def steps(screen: Screen) -> None:
         await screen.press("down", "l")  # of a process that writes nothing
         await screen.until(lambda: set(children_of(os.getpid())) - set(before))
-        assert "logs of gpus 0 of trainers" in screen.text and ": no output yet" in screen.text
+        await screen.until(lambda: "logs of gpus 0 of trainers" in screen.text and ": no output yet" in screen.text)
         await screen.press("escape")
         await screen.until(lambda: children_of(os.getpid()) == before)
-        assert "gpus 1 of trainers" in screen.text
+        await screen.until(lambda: "gpus 1 of trainers" in screen.text)
         await screen.press("l")  # it runs when the application quits
         await screen.until(lambda: set(children_of(os.getpid())) - set(before))
         await screen.press("ctrl+c")
@@ -160,7 +160,7 @@ def test_process_is_killed_after_a_question(
 
         async def steps(screen: Screen) -> None:
             await screen.press(*keys, "k")
-            assert question in screen.text and "SIGKILL" in screen.text
+            await screen.until(lambda: question in screen.text and "SIGKILL" in screen.text)
             await screen.press("n", "k", "escape", "k", "q")
             assert not isinstance(screen.app.screen, Question) and not screen.is_page
             assert [each.exit_code for each in select(str(process.pid))[0].processes] == [None] * 3
@@ -180,7 +180,7 @@ class Programs:
     """A subject whose programs a test sets. Each look but the first waits for `look_again`."""
 
     def __init__(self, labels: list[str]) -> None:
-        self.labels = labels
+        self.labels, self.host = labels, ""
         self.changed: dict[str, dict[str, int]] = {}
         self._pids: dict[str, int] = {}
         self._count = 0
@@ -198,7 +198,10 @@ class Programs:
             for pid, label in zip(pids, self.labels, strict=True)
         ]
         unread = [Unread(7, "hosts[1]", f"it is [bold]gone[/bold] {self._count}")]
-        return [Program(1, "train.py [red]x[/red] \x1b[2J[", processes)], {}, unread
+        found = [Program(1, "train.py [red]x[/red] \x1b[2J[", processes)]
+        if self.host:
+            found.append(Program(1, "python", [replace(processes[0], pid=3, label="agent"), processes[1]], self.host))
+        return found, {}, unread
 
     async def look_again(self, screen: Screen) -> None:
         """Let the application look, and wait until it shows what it has found."""
@@ -217,7 +220,7 @@ def test_text_of_programs_is_shown_as_it_is() -> None:
         assert "[link=https://example.com]gpus 0[/]" in shown and "\ufffd31mred" in shown
         assert "not read: " in shown and "it is [bold]gone[/bold]" in shown
         await screen.press("down", "k")
-        assert "Kill [link=https://example.com]gpus 0[/] (pid 2)?" in screen.text
+        await screen.until(lambda: "Kill [link=https://example.com]gpus 0[/] (pid 2)?" in screen.text)
         await screen.press("n", "s")
         await screen.until(lambda: "no running program is '1'" in screen.output)
         assert "stack of [link=https://example.com]gpus 0[/] (pid 2)" in screen.text
@@ -226,22 +229,63 @@ def test_text_of_programs_is_shown_as_it_is() -> None:
     use(there, "", steps)
 
 
-def test_output_of_a_page_has_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "\x1b[31mred\x1b[0m [b]bold[/b]\n\x1b]0;title\x07a\tb\x9b2J\r\n\x00end"
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The arguments of the commands of pages. Each page runs a program in their place, and has its output."""
+    started: list[tuple[str, ...]] = []
     start = asyncio.create_subprocess_exec
 
-    async def started(*_: str, **options: Any) -> asyncio.subprocess.Process:
-        return await start(sys.executable, "-c", f"print({text!r}, end='')", **options)
+    async def substitute(
+        _python: str, _m: str, _module: str, *words: str, **options: Any
+    ) -> asyncio.subprocess.Process:
+        started.append(words)
+        return await start(sys.executable, "-c", f"print({OUTPUT!r}, end='')", **options)
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", substitute)
+    return started
 
+
+OUTPUT = "\x1b[31mred\x1b[0m [b]bold[/b]\n\x1b]0;title\x07a\tb\x9b2J\r\n" + 5000 * "x" + "\n\x00end"
+
+
+@pytest.mark.usefixtures("commands")
+def test_output_of_a_page_has_no_control_characters() -> None:
     async def steps(screen: Screen) -> None:
         await screen.press("s")
         await screen.until(lambda: "end" in screen.output)
-        assert screen.output == "red [b]bold[/b]\na       b\ufffd2J\n\ufffdend"
+        assert screen.output == f"red [b]bold[/b]\na       b\ufffd2J\n{4096 * 'x'}\n\ufffdend"
         await screen.press("escape")
 
     use(Programs(["program 1"]), "", steps)
+
+
+def test_commands_choose_the_process_of_the_row(commands: list[tuple[str, ...]]) -> None:
+    there = Programs(["program 1", "gpus 0"])
+
+    async def steps(screen: Screen) -> None:
+        there.host = "hosts[1] (b)"
+        await there.look_again(screen)
+        await screen.press("home")
+        for name in screen.names:
+            for keys in (["s"], ["l"], ["k", "9"]):
+                count = len(commands)
+                await screen.press(*keys)
+                if name not in ("this machine", "hosts[1] (b)"):
+                    await screen.until(lambda count=count: len(commands) > count and screen.is_page)
+                    await screen.press("escape")
+                await screen.until(lambda: not screen.is_page)
+            await screen.press("down")
+
+    use(there, "job", steps)
+    on_host = ("job", "--rank=gpus 0")
+    assert commands == [
+        ("stack", "1"), ("logs", "1", "--follow"), ("kill", "1", "--signal", "KILL"),
+        ("stack", "1", "--rank=2"), ("logs", "1", "--rank=gpus 0", "--follow"),
+        ("kill", "1", "--rank=2", "--signal", "KILL"),
+        ("stack", "job", "--rank=agent"), ("logs", "job", "--rank=agent", "--follow"),
+        ("kill", "job", "--rank=agent", "--signal", "KILL"),
+        ("stack", *on_host), ("logs", *on_host, "--follow"), ("kill", *on_host, "--signal", "KILL"),
+    ]  # fmt: skip
 
 
 def test_chosen_row_and_scroll_position_stay_when_rows_come_and_go() -> None:
@@ -275,7 +319,7 @@ def test_chosen_row_and_scroll_position_stay_when_rows_come_and_go() -> None:
 def test_keys_work_while_a_look_has_not_ended() -> None:
     async def steps(screen: Screen) -> None:
         await screen.press("down", "k")
-        assert "Kill gpus 0" in screen.text
+        await screen.until(lambda: "Kill gpus 0" in screen.text)
         await screen.press("n")
 
     use(Programs(["program 1", "gpus 0"]), "", steps)
