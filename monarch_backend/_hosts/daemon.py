@@ -13,6 +13,7 @@ import secrets
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -276,12 +277,13 @@ def serve(
     notice: float = 0.0,
     notice_signals: Mapping[int, str] = _SIGTERM,
     ignores_sigterm: bool = False,
+    metrics: tuple[str, int] | None = None,
 ) -> int:
     """Do what `run_worker_loop_forever` does. Return the number of the signal that has ended it, 0 for the tether.
 
     ``first_tether``: seconds to wait for the first controller, if longer than ``tether``. Each of ``notice_signals``
     begins the notice, and is reported under its name there. With ``ignores_sigterm`` this process and the processes
-    that it starts ignore SIGTERM: a scheduler sends it to all of them.
+    that it starts ignore SIGTERM: a scheduler sends it to all of them. ``metrics``: host and port of Prometheus's text.
     """
     host, port = parse_address(address)
     tether = check_timeout(tether, "tether", zero=False)
@@ -300,7 +302,10 @@ def serve(
     reasons = {number: f"it has received {name}" for number, name in notice_signals.items()} if notice else {}
     ends = [signal.SIGINT] if ignores_sigterm else [signal.SIGTERM, signal.SIGINT]
     daemon = Daemon(*(known or [user_secret()]), workers=workers, ignores_sigterm=ignores_sigterm)
-    with _signals(*ends, *reasons, ignored=[signal.SIGTERM] if ignores_sigterm else []) as next_signal:
+    with (
+        _signals(*ends, *reasons, ignored=[signal.SIGTERM] if ignores_sigterm else []) as next_signal,
+        _metrics(metrics),
+    ):
         try:
             where = daemon.start(host, port)
             if on_ready is not None:
@@ -313,6 +318,22 @@ def serve(
             return 0 if daemon.is_without_controller else number
         finally:
             daemon.close()
+
+
+@contextlib.contextmanager
+def _metrics(address: tuple[str, int] | None) -> Iterator[None]:
+    """Serve the metrics of this user's programs on this machine, in the context. Raises OSError."""
+    if address is None:
+        yield
+        return
+    from monarch_backend._telemetry import program_recording  # rarely needed
+    from monarch_backend._telemetry.export import prometheus
+    from monarch_backend._telemetry.export.series import Collector
+
+    collector = Collector(lambda wanted: program_recording.read(None, wanted))
+    with prometheus.serving(*address, lambda: prometheus.as_text(collector.look()[0])) as url:
+        print(f"monarch_backend: metrics at {url}", file=sys.stderr, flush=True)
+        yield
 
 
 def _give_notice(

@@ -42,6 +42,7 @@ def run(
     first_tether: float | None = None,
     notice: float = 0.0,
     signal_exit_code: int = 0,
+    metrics: tuple[str, int] | None = None,
 ) -> int:
     """Run a host until it has to end; with ``detach``, until it is independent. Return an exit code.
 
@@ -49,11 +50,12 @@ def run(
     input, unless there is a line "stay". ``detach``: continue in a new session, with the output in ``log``.
     ``workers``: addresses of hosts that can be reached through this one. ``tether``: end when no controller has been
     attached for that many seconds, and ``first_tether`` the same for the first controller. ``notice``: seconds for
-    which the host goes on after SIGTERM. ``signal_exit_code``: the exit code after a signal.
+    which the host goes on after SIGTERM. ``signal_exit_code``: the exit code after a signal. ``metrics``: host and port
+    of Prometheus's text.
 
     Raises OSError, ValueError.
     """
-    options = {"workers": workers, "tether": tether, "first_tether": first_tether, "notice": notice}
+    options = {"workers": workers, "tether": tether, "first_tether": first_tether, "notice": notice, "metrics": metrics}
     if detach:
         where = log_file(log)
         done, tell = os.pipe()

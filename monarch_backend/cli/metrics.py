@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import threading
 from collections.abc import Callable
 
 from monarch_backend.cli.arguments import add_program, fail, until_signal
@@ -17,13 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
     parser.add_argument(
         "--serve",
-        type=_address,
+        type=metrics_address,
         metavar="[HOST:]PORT",
         help=f"answer GET /metrics until a signal, on {DEFAULT_HOST} by default; port 0 takes a free one",
     )
 
 
-def _address(text: str) -> tuple[str, int]:
+def metrics_address(text: str) -> tuple[str, int]:
+    """Return host and port. Raises ArgumentTypeError."""
     host, _, port = text.rpartition(":")
     if not port.isascii() or not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not [HOST:]PORT with a port from 0 to 65535")
@@ -56,17 +56,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(host: str, port: int, text: Callable[[], str]) -> int:
-    from monarch_backend._telemetry.export.prometheus import Server
+    from monarch_backend._telemetry.export import prometheus
 
     try:
-        with until_signal() as ended, Server(host, port, text) as server:
-            thread = threading.Thread(target=server.serve_forever, name="metrics")
-            thread.start()
-            shown = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
-            print(f"metrics at http://{shown}:{server.server_port}/metrics; Ctrl-C ends this", flush=True)
+        with until_signal() as ended, prometheus.serving(host, port, text) as url:
+            print(f"metrics at {url}; Ctrl-C ends this", flush=True)
             ended.wait()
-            server.shutdown()
-            thread.join()
     except OSError as error:
-        return fail("metrics", f"cannot serve on {host} port {port}: {error.strerror or error}: choose another one")
+        return fail("metrics", error)
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from monarch_backend.cli.metrics import DEFAULT_HOST, metrics_address
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
@@ -60,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODE",
         help="exit code after SIGTERM or Ctrl-C (default: %(default)s); other ends have 0, or 2 for an error",
     )
+    parser.add_argument(
+        "--metrics",
+        type=metrics_address,
+        metavar="[HOST:]PORT",
+        help="answer GET /metrics with the metrics of all programs of this user on this machine, in Prometheus's text; "
+        f"on {DEFAULT_HOST} by default",
+    )
     parser.add_argument("--log", metavar="FILE", help="where a detached host writes to")
 
 
@@ -79,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             tether=args.tether,
             first_tether=args.first_tether,
             notice=args.notice,
+            metrics=args.metrics,
             signal_exit_code=args.signal_exit_code,
             workers=[word.strip() for word in args.workers.split(",") if word.strip()],
         )

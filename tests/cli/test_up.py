@@ -7,13 +7,16 @@ import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from monarch_backend._core import platform
 from monarch_backend._hosts import daemon
 from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._hosts.protocol import Ask, Versions
@@ -153,3 +156,55 @@ def test_agent_that_fails_before_its_start_returns_does_not_count() -> None:
 def test_invalid_tether_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tether=0: give more than 0 seconds"):
         daemon.run_worker_loop_forever(tether=0)
+
+
+PROGRAM = """
+import sys
+from monarch_backend.actor import Actor, endpoint
+from monarch_backend.hosts import attach_to_workers
+from monarch_backend.telemetry import get_meter
+
+
+class Trainer(Actor):
+    @endpoint
+    def train(self):
+        get_meter("trainer").create_counter("samples").add(32)
+
+
+procs = attach_to_workers([sys.argv[1]]).spawn_procs({"gpus": 1}, name="trainers")
+procs.spawn("trainer", Trainer).train.call().get()
+print("trained", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
+def test_daemon_serves_metrics(tmp_path: Path) -> None:
+    path = tmp_path / f"metrics_{tmp_path.name}.py"
+    path.write_text(PROGRAM)
+    with subprocess.Popen([*UP, "--metrics", "0"], stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, text=True) as up:
+        try:
+            assert up.stdout is not None and up.stderr is not None
+            found = re.fullmatch(
+                r"monarch_backend: metrics at (http://127\.0\.0\.1:\d+/metrics)\n", up.stderr.readline()
+            )
+            assert found is not None
+            address = up.stdout.readline().split(": ")[-1].strip()
+            with subprocess.Popen([sys.executable, str(path), address], stdin=-1, stdout=-1, text=True) as program:
+                assert program.stdout is not None and program.stdout.readline() == "trained\n"
+                with urllib.request.urlopen(found[1], timeout=30) as answer:
+                    text = answer.read().decode()
+                program.communicate("", timeout=60)
+            assert re.search(r'^samples_total\{.*process="hosts 0 gpus 0 of trainers"\} 32$', text, re.MULTILINE), text
+        finally:
+            up.terminate()
+
+
+def test_daemon_that_cannot_serve_metrics_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [*UP, "--metrics", str(port)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+        )
+    why = f"cannot serve on 127.0.0.1 port {port}: Address already in use: choose another one"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"monarch-backend up: {why}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import math
@@ -175,6 +176,27 @@ class Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, *_: Any) -> None:
         """Drop a connection that the client has broken."""
+
+
+@contextlib.contextmanager
+def serving(host: str, port: int, text: Callable[[], str]) -> Iterator[str]:
+    """Serve in a thread within the context, which has the URL. Raises OSError where it cannot listen.
+
+    ``port``: 0 for a free one. ``text`` returns the metrics at each request.
+    """
+    try:
+        server = Server(host, port, text)
+    except OSError as error:
+        raise OSError(f"cannot serve on {host} port {port}: {error.strerror or error}: choose another one") from error
+    with server:
+        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
+        shown = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
+        try:
+            yield f"http://{shown}:{server.server_port}/metrics"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
