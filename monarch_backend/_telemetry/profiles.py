@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -137,11 +136,14 @@ def _offset(events: list[dict[str, Any]], marks: list[tuple[int, int]]) -> tuple
     """
     found = list[tuple[int, int, int]]()
     for event in events:
-        number = re.fullmatch(rf"{MARK} (\d+)", str(event.get("name")))
-        if number is not None and event.get("ph") == "X" and int(number[1]) < len(marks):
-            before, after = marks[int(number[1])]
+        name = str(event.get("name"))
+        if not name.startswith(MARK) or event.get("ph") != "X":
+            continue
+        number = int(name.removeprefix(MARK))
+        if number < len(marks):
+            before, after = marks[number]
             start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
-            found.append((int(number[1]), before - start, after - end))
+            found.append((number, before - start, after - end))
     if not found:
         raise ValueError("it has no marks of the clock")
     half = len(marks) // 2

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, TextIO
 
 from monarch_backend._telemetry.kinds import Kind, Status
@@ -33,6 +34,9 @@ SEND_NS = 1000
 """Length of the slice of a sent message, unless another slice begins or ends meanwhile."""
 
 _SLICES = Kind.MESSAGE, Kind.WAIT, Kind.SPAN, Kind.COLLECTIVE, Kind.TRANSFER, Kind.STEP
+_BEGIN_TIMELINE = "X", "i", "C"
+"""Phases of events, the first of which is the zero of the timeline. Arrows are between slices."""
+
 _INSTANTS = Kind.HOST, Kind.PROCESS, Kind.ACTOR, Kind.MESH, Kind.CONTROLLER, Kind.LOG
 
 Track = tuple[str, str]
@@ -91,14 +95,15 @@ def as_trace(recording: Recording, profiles: Sequence[Profile] = ()) -> dict[str
     sent = _add_sent(processes, handled)
     for process in processes:
         _place(process)
-    arrows_of_torch = [each for profile in profiles for each in _add_profile(profile, processes)]
+    of_torch = [each for profile in profiles for each in _events_of_profile(profile, processes)]
     instants = [each for process in processes for each in _instants(process)]
     counters = [each for process in processes for each in _counters(process)]
-    arrows = _arrows(sent, handled) + arrows_of_torch
     slices = [each for process in processes for each in process.slices]
     slices.sort(key=lambda each: (each.start, -each.end))
-    base = min([*(each.start for each in slices), *(each["ts"] for each in instants + counters)], default=0)
-    points = arrows + instants + counters
+    points = instants + counters
+    first = (each["ts"] for each in [*points, *of_torch] if each["ph"] in _BEGIN_TIMELINE)
+    base = min([*(each.start for each in slices), *first], default=0)
+    points += _arrows(sent, handled) + of_torch
     for point in points:
         point["ts"] = _microseconds(point["ts"] - base)
     events = [*_metadata(processes), *(_as_event(each, base) for each in slices), *points]
@@ -256,29 +261,44 @@ def _arrows(sent: dict[tuple[int, int], _Slice], handled: list[_Slice]) -> list[
 # ---- profiles of torch
 
 
-def _add_profile(profile: Profile, processes: list[_Process]) -> Iterator[dict[str, Any]]:
-    """Add the slices of a profile to its process. Yield its arrows, from launches on a CPU to kernels on a device."""
+def _events_of_profile(profile: Profile, processes: list[_Process]) -> list[dict[str, Any]]:
+    """Return the slices of a profile, outer ones first, and its arrows, from launches on a CPU to kernels on a device.
+
+    A profile has hundreds of thousands of operators a second, so this takes most of the time of an export.
+    """
     key = profile.host, profile.pid
     found = (each for each in processes if (each.recording.host, each.recording.pid) == key)
     process = next((each for each in found if is_alive(each.recording)), None)
     if process is None:  # it has ended since
-        return
+        return []
+    slices: list[dict[str, Any]] = []
+    arrows: list[dict[str, Any]] = []
+    lanes: dict[tuple[int, Any], int] = {}
+    offset, own_pid = profile.offset_ns, process.pid
     for event in profile.events:
         phase, pid = event.get("ph"), event.get("pid")
-        if phase not in ("X", "s", "f") or not isinstance(pid, int) or str(event.get("name")).startswith(MARK):
+        if phase not in ("X", "s", "f") or not isinstance(pid, int):
             continue
-        start = round(event["ts"] * 1000) + profile.offset_ns
-        where = f"thread {event['tid']}" if pid == profile.pid else f"device {pid} stream {event['tid']}"
-        tid = process.lane(("torch", where), 0)
+        name = str(event.get("name"))
+        if name.startswith(MARK):
+            continue
+        tid = lanes.get((pid, event["tid"]))
+        if tid is None:
+            where = f"thread {event['tid']}" if pid == profile.pid else f"device {pid} stream {event['tid']}"
+            tid = lanes[pid, event["tid"]] = process.lane(("torch", where), 0)
+        start, category = round(event["ts"] * 1000) + offset, event.get("cat", "torch")
         if phase == "X":
-            category, end = str(event.get("cat", "torch")), start + round(event["dur"] * 1000)
-            args = event.get("args", {})
-            made = _Slice(str(event["name"]), category, start, end, ("torch", where), args, process, tid=tid)
-            process.slices.append(made)
+            slices.append({
+                "ph": phase, "name": name, "cat": category, "ts": start, "dur": round(event["dur"] * 1000) / 1000,
+                "pid": own_pid, "tid": tid, "args": event.get("args", {}),
+            })  # fmt: skip
         else:
-            arrow = {"ph": phase, "name": event["name"], "cat": event.get("cat", "torch"), "ts": start}
+            arrow = {"ph": phase, "name": name, "cat": category, "ts": start}
             arrow |= {"bp": "e"} if phase == "f" else {}
-            yield {**arrow, "id": f"{process.pid}:{event['id']}", "pid": process.pid, "tid": tid}
+            arrows.append({**arrow, "id": f"{own_pid}:{event['id']}", "pid": own_pid, "tid": tid})
+    slices.sort(key=itemgetter("dur"), reverse=True)
+    slices.sort(key=itemgetter("ts"))
+    return slices + arrows
 
 
 # ---- tracks

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend.cli.arguments import add_program, fail
+from monarch_backend.cli.garbage_collection import no_collection
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.sql import QueryResult
@@ -48,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.file and args.program:
         return fail("sql", f"a file has its own programs: leave out {args.program!r}, or use a condition on processes")
     try:
-        with _no_collection():
+        with no_collection():
             if args.file:
                 result = sql.answer_from(args.query, args.file, args.engine)
             else:
@@ -62,18 +60,6 @@ def run(args: argparse.Namespace) -> int:
     print(as_text(result))
     print(summary(result), file=sys.stderr)
     return 0
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector off: a recording has millions of objects, and no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def as_text(result: QueryResult) -> str:

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend.cli.arguments import add_program, fail, nothing_there
+from monarch_backend.cli.garbage_collection import no_collection
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.program_recording import Recording
@@ -31,12 +32,13 @@ def run(args: argparse.Namespace) -> int:
 
     to_stdout = args.output == "-"
     try:
-        with look_at(args.program) as there:
-            recording = there.recording()
-        if not recording.processes and not recording.unread:
-            raise LookupError(nothing_there())
-        with contextlib.nullcontext(sys.stdout) if to_stdout else open(args.output, "w") as file:
-            counts = trace_export.write(recording, file)
+        with no_collection():
+            with look_at(args.program) as there:
+                recording = there.recording()
+            if not recording.processes and not recording.unread:
+                raise LookupError(nothing_there())
+            with contextlib.nullcontext(sys.stdout) if to_stdout else open(args.output, "w") as file:
+                counts = trace_export.write(recording, file)
     except (LookupError, NotImplementedError, OSError, ValueError, JobError) as error:
         return fail("trace", error)
     out = sys.stderr if to_stdout else sys.stdout

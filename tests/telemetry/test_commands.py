@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from monarch_backend import cli
 from monarch_backend._core import platform
-from monarch_backend._telemetry import profiles, programs, sql
+from monarch_backend._telemetry import profiles, programs, sql, trace_export
 from monarch_backend._telemetry.profile_result import ProfileResult
 from monarch_backend._telemetry.program_recording import Recording
 from monarch_backend._telemetry.programs import Process, Program, select
@@ -181,6 +182,32 @@ def test_profile_as_json_has_the_file_and_the_problems(
     assert about["file"] == str(path) and path.exists()
     assert (about["profiled"], about["problems"]) == (["gpus 0"], {"gpus 1": "it is stopped"})
     assert about["shortfalls"] == ["gpus 0 (pid 1) made 3 of 5 steps in 60 s"]
+
+
+@pytest.mark.parametrize("command", ["profile", "trace", "sql"])
+def test_command_of_many_objects_does_not_collect_garbage(
+    command: str, running: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A collection visits all objects, and a second of a busy rank has a million of them."""
+    is_enabled = list[bool]()
+
+    def read(*_: Any, **__: Any) -> Any:
+        is_enabled.append(gc.isenabled())
+        recording = Recording([], [], [], 0, 0)
+        return ProfileResult([], recording) if command == "profile" else recording
+
+    write = trace_export.write
+
+    def noted_write(*arguments: Any) -> dict[str, int]:
+        is_enabled.append(gc.isenabled())
+        return write(*arguments)
+
+    monkeypatch.setattr(ThisMachine, "profile" if command == "profile" else "recording", read)
+    monkeypatch.setattr(trace_export, "write", noted_write)
+    words = {"profile": ["--seconds", "1"], "sql": ["select 1"]}.get(command, [])
+    file = [] if command == "sql" else ["-o", str(tmp_path / "trace.json")]
+    cli.main([command, *words, str(running.pid), *file])
+    assert is_enabled and not any(is_enabled) and gc.isenabled()
 
 
 def _profile_of(steps: int, said: list[str], capfd: pytest.CaptureFixture[str]) -> Any:

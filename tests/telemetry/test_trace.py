@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 from monarch_backend._core import platform
 from monarch_backend._telemetry import program_recording
 from monarch_backend._telemetry.kinds import Kind, SlotState
+from monarch_backend._telemetry.profiles import Profile
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording
 from monarch_backend._telemetry.programs import Process, Program
 from monarch_backend._telemetry.reader import RecordedEvent, RecordedProcess
@@ -253,6 +255,40 @@ def test_overlapping_slices_of_a_thread_are_on_two_lanes() -> None:
     _check_nesting(trace)
     assert sorted(len(track) for track in _tracks(trace).values()) == [1, 2]
     assert list(_names(trace, "thread_name").values()) == ["thread 0", "thread 0 (2)"]
+
+
+def test_slices_of_a_profile_are_after_their_outer_slices_on_tracks_of_their_own() -> None:
+    def slice_of(name: str, pid: int, start: float, length: float) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": "cpu_op", "pid": pid, "tid": 5, "ts": start, "dur": length}
+
+    events = [
+        slice_of("inner", 1, 3.0, 1.5),
+        slice_of("outer", 1, 3.0, 4.0),
+        slice_of("monarch clock 0", 1, 1.0, 0.5),
+        slice_of("kernel", 0, 5.0, 1.0),
+        {"ph": "s", "name": "launch", "cat": "ac2g", "pid": 1, "tid": 5, "ts": 4.0, "id": 9},
+        {"ph": "f", "name": "launch", "cat": "ac2g", "pid": 0, "tid": 5, "ts": 5.0, "id": 9, "bp": "e"},
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "ts": 0, "args": {"name": "python"}},
+    ]
+    profile = Profile(1, "process 1", events=events, offset_ns=1000)
+    recording = Recording([], [_made(1, 7, (Kind.WAIT, 9000, 9500, 0, 0))], [], 10_000_000, 0)
+    before = copy.deepcopy(events)
+    trace = as_trace(recording, [profile])
+    assert as_trace(recording, [profile]) == trace and profile.events == before, "it can be asked again"
+    tracks = _names(trace, "thread_name")
+    found = [
+        (each["ph"], each["name"], each["ts"], each.get("dur"), tracks[each["pid"], each["tid"]])
+        for each in trace["traceEvents"]
+        if each["ph"] != "M"
+    ]
+    assert found == [
+        ("X", "wait for actor.call", 5.0, 0.5, "thread 0"),
+        ("X", "outer", 0.0, 4.0, "torch thread 5"),
+        ("X", "inner", 0.0, 1.5, "torch thread 5"),
+        ("X", "kernel", 2.0, 1.0, "torch device 0 stream 5"),
+        ("s", "launch", 1.0, None, "torch thread 5"),
+        ("f", "launch", 2.0, None, "torch device 0 stream 5"),
+    ]
 
 
 def test_message_that_begins_before_it_is_noted_as_sent_has_an_arrow_forwards() -> None:
