@@ -36,8 +36,11 @@ _bootstrap_error: BaseException | None = None
 def run_bootstrap(packed: bytes) -> None:
     """Call the user's ``bootstrap=``. An error is printed, and kept for `main`, which reports it to the owner."""
     global _bootstrap_error
+    from monarch_backend._telemetry.spans import span  # most processes have no bootstrap
+
     try:
-        cloudpickle.loads(packed)()
+        with span("bootstrap"):
+            cloudpickle.loads(packed)()
     except (Exception, SystemExit) as error:
         report_exception(error)
         _bootstrap_error = error

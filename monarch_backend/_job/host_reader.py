@@ -153,6 +153,7 @@ class HostReader(Actor):
         left_out = {each.pid for each in _readers_and_idle_agents(everything)}
         for program in found:
             program.processes = [each for each in program.processes if each.pid not in left_out]
+            program.starting = [each for each in program.starting if not each["label"].endswith(NAME)]
         return found
 
 

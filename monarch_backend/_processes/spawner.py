@@ -413,6 +413,9 @@ class Spawner:
             self._asked.discard(event.id)
             if isinstance(event, Started):
                 self._running[event.id] = event.pid
+                slot = self._slots.get(event.id, 0)
+                if slot and (area := recorder.area()) is not None:
+                    area.forked(slot, event.pid)
             else:
                 self._running.pop(event.id, None)
                 slot = self._slots.pop(event.id, 0)

@@ -223,7 +223,8 @@ def read_programs(chosen: list[Program], wanted: EventFilter | None = ALL_EVENTS
                         continue
                     processes.append(ProcessRecording(recorded, program, process))
                 unread += [
-                    Unread(0, label, "it has been started, and records nothing yet") for label in area.reserved()
+                    Unread(each.pid, each.label, "it is being started, and records nothing yet")
+                    for each in area.starting()
                 ]
         except (OSError, ValueError) as error:
             unread.append(Unread(owner.pid, "", f"its recording cannot be read: {error}"))

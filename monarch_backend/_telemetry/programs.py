@@ -13,7 +13,8 @@ from typing import Any
 
 from monarch_backend._telemetry import discovery
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
-from monarch_backend._telemetry.reader import Activity, RecordedProcess
+from monarch_backend._telemetry.labels import fold_labels
+from monarch_backend._telemetry.reader import Activity, Area, RecordedProcess
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -21,6 +22,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 RUNNING = "running"
 """State of a process that has not ended."""
+
+STARTING = "starting"
+"""State of a process that was asked for, and has not begun to record."""
 
 LOST = "lost"
 """State of an activity that had not ended when its process did."""
@@ -53,7 +57,8 @@ class Process:
 class Program:
     """A program: its own process comes first in ``processes``. ``host``: where it runs, "" for this machine.
 
-    late_ranks.py fills ``late`` and ``slow``, where asked.
+    ``starting`` has processes that are being started. ``parent`` is the pid of the starter, and ``pid`` is None until
+    the fork server has made the process. late_ranks.py fills ``late`` and ``slow``, where asked.
     """
 
     pid: int
@@ -62,6 +67,7 @@ class Program:
     host: str = ""
     late: list[dict[str, Any]] = field(default_factory=list)
     slow: list[dict[str, Any]] = field(default_factory=list)
+    starting: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.pid} ({self.command[:60]})"
@@ -90,20 +96,22 @@ def activities_as_json(activities: Iterable[dict[str, Any]]) -> list[dict[str, A
 def programs() -> list[Program]:
     """Return the running programs of this user that record. Raises NotImplementedError without /proc."""
     found: dict[int, Program] = {}
-    nested: list[tuple[int, list[Process]]] = []
+    nested: list[Program] = []
     for area in discovery.areas():
         processes = [_process(each, area.owner) for each in area.processes()]
+        program = Program(area.owner, area.program, processes, starting=_starting(area))
         if any(process.pid == area.owner for process in processes):
-            found[area.owner] = Program(area.owner, area.program, processes)
+            found[area.owner] = program
         else:
-            nested.append((area.owner, processes))
+            nested.append(program)
     while nested:  # processes that actors have started, in any depth
-        placed = [entry for entry in nested if _place(found, *entry)]
-        nested = [entry for entry in nested if entry not in placed]
+        placed = [each for each in nested if _place(found, each)]
+        nested = [each for each in nested if each not in placed]
         if not placed:
             break
-    for pid, processes in nested:  # of a daemon's agent: its controller is a program elsewhere
-        found[pid] = Program(pid, _command(pid), processes)
+    for program in nested:  # of a daemon's agent: its controller is a program elsewhere
+        program.command = _command(program.pid)
+        found[program.pid] = program
     return [found[pid] for pid in sorted(found)]
 
 
@@ -144,11 +152,31 @@ def listed(programs: Iterable[Program]) -> str:
     return ", ".join(map(str, programs)) or "none"
 
 
-def _place(found: dict[int, Program], owner: int, processes: list[Process]) -> bool:
-    for program in of_pid(found.values(), owner):
-        program.processes += processes
+def starting_in_words(program: Program) -> str:
+    """Return "starting for 4 s: gpus 0-1", with the oldest of the processes that are being started, or ""."""
+    if not program.starting:
+        return ""
+    oldest = max(each["seconds"] for each in program.starting)
+    return f"{STARTING} for {oldest:.0f} s: {fold_labels(each['label'] for each in program.starting)}"
+
+
+def _place(found: dict[int, Program], nested: Program) -> bool:
+    for program in of_pid(found.values(), nested.pid):
+        program.processes += nested.processes
+        program.starting += nested.starting
         return True
     return False
+
+
+def _starting(area: Area) -> list[dict[str, Any]]:
+    now = time.monotonic_ns()
+    return [
+        {
+            "label": each.label, "pid": each.pid or None, "parent": area.owner, "state": STARTING,
+            "seconds": max(0.0, (now - each.since_ns) / 1e9),
+        }
+        for each in area.starting()
+    ]  # fmt: skip
 
 
 def _process(recorded: RecordedProcess, owner: int) -> Process:

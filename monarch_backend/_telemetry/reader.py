@@ -39,7 +39,6 @@ _WITH_BYTES = (*_MESSAGES, Kind.COLLECTIVE, Kind.TRANSFER)
 _CELL = struct.Struct("=IHHIIQQQQIIQ")
 _KIND_AT = 4  # in a cell: 0 if it is free
 _SLOT = struct.Struct("=IIQQIiQ192sQI")
-_LABEL_FIELD = 7  # in a slot
 
 
 @dataclass(frozen=True)
@@ -169,6 +168,15 @@ class RecordedProcess:
 
 
 @dataclass(frozen=True)
+class StartingProcess:
+    """A process that is being started, and does not record yet. ``pid`` is 0 until the fork server has made it."""
+
+    label: str
+    pid: int
+    since_ns: int
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Events of a process after the event ``after``: messages sent and handled, and bytes of these and of collectives.
 
@@ -233,12 +241,16 @@ class Area:
                     found.append(_read(index, memory, wanted))
         return found
 
-    def reserved(self) -> list[str]:
-        """Return the labels of processes that have been started and do not record yet, or never will."""
-        return [
-            _text(_SLOT.unpack(os.pread(self.descriptor, _SLOT.size, self._offset(index)))[_LABEL_FIELD])
-            for index in self._slots_in(SlotState.RESERVED)
-        ]
+    def starting(self) -> list[StartingProcess]:
+        """Return the processes that are being started and do not record yet, or never will."""
+        found = []
+        for index in self._slots_in(SlotState.RESERVED):
+            state, pid, since, _, _, _, _, label, *_ = _SLOT.unpack(
+                os.pread(self.descriptor, _SLOT.size, self._offset(index))
+            )
+            if state == SlotState.RESERVED:  # or it records since
+                found.append(StartingProcess(_text(label), pid, since))
+        return found
 
     def traffic(self, after: dict[int, int]) -> Iterator[Traffic]:
         """Yield the traffic of each running process. ``after`` has numbers of events by pid, 0 where it has none."""

@@ -29,7 +29,7 @@ MAX_ENDED = 64
 _LAYOUT = _native.recording_layout
 _SLOT_BYTES = _LAYOUT["slot_bytes"]
 _HEADER_BYTES = _LAYOUT["header_bytes"]
-_EXIT_CODE_AT, _LABEL_AT, _ENDED_AT, _RESTARTS_AT = 28, 40, 232, 240  # in a slot
+_PID_AT, _STARTED_AT, _EXIT_CODE_AT, _LABEL_AT, _ENDED_AT, _RESTARTS_AT = 4, 8, 28, 40, 232, 240  # in a slot
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 
 
@@ -78,8 +78,13 @@ class RecordingArea:
             else:
                 return 0
         _write_label(self.descriptor, index, label)
+        self._write_number(index, _STARTED_AT, time.monotonic_ns(), 8)  # its process overwrites it
         self._write_state(index, SlotState.RESERVED)
         return index
+
+    def forked(self, index: int, pid: int) -> None:
+        """Note the pid of the process of a slot, which it may not have written yet."""
+        self._write_number(index, _PID_AT, pid, 4)
 
     def cancel(self, index: int) -> None:
         """Free the slot of a process that was not started."""
@@ -89,9 +94,8 @@ class RecordingArea:
 
     def end(self, index: int, exit_code: int) -> None:
         """Note that the process of a slot has ended. The oldest slot of an ended process may be reused from now on."""
-        at, now = self._offset(index), time.monotonic_ns()
-        os.pwrite(self.descriptor, exit_code.to_bytes(4, sys.byteorder, signed=True), at + _EXIT_CODE_AT)
-        os.pwrite(self.descriptor, now.to_bytes(8, sys.byteorder), at + _ENDED_AT)
+        self._write_number(index, _EXIT_CODE_AT, exit_code, 4)
+        self._write_number(index, _ENDED_AT, time.monotonic_ns(), 8)
         self._write_state(index, SlotState.ENDED)  # last: a reader that sees this state finds the others
         with self._lock:
             self._ended.append(index)
@@ -101,7 +105,11 @@ class RecordingArea:
                 self._free.append(oldest)
 
     def _write_state(self, index: int, state: SlotState) -> None:
-        os.pwrite(self.descriptor, int(state).to_bytes(4, sys.byteorder), self._offset(index))
+        self._write_number(index, 0, int(state), 4)
+
+    def _write_number(self, index: int, at: int, number: int, size: int) -> None:
+        value = number.to_bytes(size, sys.byteorder, signed=number < 0)
+        os.pwrite(self.descriptor, value, self._offset(index) + at)
 
     def _offset(self, index: int) -> int:
         return int(_HEADER_BYTES + index * _SLOT_BYTES)

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch_backend._telemetry.labels import fold_numbers
 from monarch_backend.cli.arguments import add_program, fail, nothing_there
@@ -92,7 +92,14 @@ def as_text(program: Program, others: Iterable[Program] = ()) -> str:
         indent = "" if process.parent == 0 else "  "
         lines.append(f"{indent}{_process_line(process, program)}")
         lines += [f"{indent}    {_activity_line(activity, runs)}" for activity in process.activities]
+    lines += [f"  {_starting_line(each)}" for each in program.starting]
     return "\n".join([*lines, *findings(program)])
+
+
+def _starting_line(process: dict[str, Any]) -> str:
+    """Return the line of a process that is being started, and maybe is not made yet."""
+    made = "no process yet" if process["pid"] is None else f"pid {process['pid']}"
+    return f"{process['label']} ({made}, {process['state']} for {duration(process['seconds'])})"
 
 
 def findings(program: Program) -> list[str]:

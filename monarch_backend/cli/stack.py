@@ -65,9 +65,11 @@ def _selected(program: Program, ranks: list[str] | None) -> list[Process]:
 def as_text(program: Program, read: list[tuple[Process, Stacks]], *, all_threads: bool = False) -> str:
     """Return the stacks of a program: processes with equal stacks are one block. The innermost call is the last."""
     from monarch_backend._telemetry.folded_stacks import fold, heading
+    from monarch_backend._telemetry.programs import starting_in_words
 
     where = f" on {program.host}" if program.host else ""
     lines = [f"{program.command} (pid {program.pid}{where})", *findings(program)]
+    lines += filter(None, [starting_in_words(program)])
     if not all_threads:  # a launcher runs no code of the program
         launchers = [process for process, stacks in read if process.label == LAUNCHER and not stacks.problem]
         read = [(process, stacks) for process, stacks in read if process not in launchers]
@@ -86,6 +88,7 @@ def _as_json(program: Program, read: list[tuple[Process, Stacks]]) -> dict[str, 
         "command": program.command,
         "host": program.host,
         "late": program.late,
+        "starting": program.starting,
         "processes": [
             {
                 "pid": process.pid,

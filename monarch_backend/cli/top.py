@@ -74,10 +74,19 @@ def _show_screen(there: Subject, args: argparse.Namespace) -> int:
 
 
 def as_json(programs: Iterable[Program], rates: dict[ProcessKey, Rates]) -> list[dict[str, Any]]:
-    """Return an entry for each process that runs, and for each that has ended, with its rates."""
+    """Return an entry for each process that runs or has ended, with its rates, and each that is being started."""
     from monarch_backend._telemetry.programs import activities_as_json
 
-    return [
+    programs = list(programs)
+    nothing: dict[str, Any] = {"memory": None, "gpu_memory": None, "restarts": 0, "activities": [], "rates": None}
+    starting = [
+        {
+            "program": program.pid, "host": program.host, "pid": each["pid"], "label": each["label"],
+            "state": each["state"], **nothing,
+        }
+        for program in programs for each in program.starting
+    ]  # fmt: skip
+    processes = [
         {
             "program": program.pid, "host": program.host, "pid": process.pid, "label": process.label,
             "state": process.state, "memory": process.memory, "gpu_memory": process.gpu_memory,
@@ -86,3 +95,4 @@ def as_json(programs: Iterable[Program], rates: dict[ProcessKey, Rates]) -> list
         }
         for program in programs for process in program.processes
     ]  # fmt: skip
+    return [*processes, *starting]

@@ -72,6 +72,15 @@ def _of_program(
         for each in process.activities:
             of_activity = f"{key}\n{each['kind']}\n{each['name']}\n{each['rank']}"
             yield row(of_activity, below + 1, _of_activity(each, runs, below + 1), process)
+    yield from _starting(program, depth + 1)
+
+
+def _starting(program: Program, depth: int) -> Iterator[Row]:
+    """Yield a row for each process that is being started, of which nothing is measured yet."""
+    for number, each in enumerate(program.starting):
+        pid = "" if each["pid"] is None else str(each["pid"])
+        cells = _cells(each["label"], depth, PID=pid, STATE=each["state"], FOR=ps.duration(each["seconds"]))
+        yield Row(f"{program.host}\n{program.pid}\nstarting {number}", depth, cells)
 
 
 def _of_process(program: Program, process: Process, rates: Rates | None, depth: int) -> tuple[str, ...]:

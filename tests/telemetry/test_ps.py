@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,7 @@ from monarch_backend._telemetry.reader import Activity, RecordedProcess
 from monarch_backend._telemetry.stacks import Frame, Stacks, Task
 from monarch_backend._telemetry.subject import ThisMachine
 from monarch_backend.cli import top
+from tests.support.running_script import running_script
 from tests.telemetry.programs import busy_program
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="programs are found in /proc")
@@ -48,6 +52,97 @@ def test_sorted_processes_follow_the_program_highest_first(
     assert first["pid"] == running.pid
     assert [each[key] for each in others] == sorted((each[key] for each in others), reverse=True)
     assert len(others) == 2
+
+
+HANGS_AT_START = """
+import os, signal, sys, threading
+import cloudpickle
+from monarch_backend._processes.spawner import ProcessSpec, Spawner, Started
+
+
+def spec(label, **environment):
+    variables = {**os.environ, **environment}
+    return ProcessSpec(label, cloudpickle.dumps(int), variables, sys.path, sys.argv, os.getcwd())
+
+
+started = threading.Semaphore(0)
+spawner = Spawner(lambda event: isinstance(event, Started) and started.release())
+os.environ["MONARCH_START_METHOD"] = "spawn"
+spawner.spawn([spec("gpus 0", HANGS="1")])
+started.acquire()
+os.kill(spawner._process.pid, signal.SIGSTOP)
+spawner.spawn([spec("gpus 1"), spec("gpus 2")])
+print("ready", flush=True)
+sys.stdin.readline()
+os.kill(spawner._process.pid, signal.SIGCONT)
+spawner.close()
+"""
+
+
+@pytest.fixture
+def starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A program with a process that hangs in an import, and two that its fork server has not made."""
+    hang = "import os, threading\nif os.environ.get('HANGS'): threading.Event().wait()\n"
+    (tmp_path / "sitecustomize.py").write_text(hang)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with running_script(tmp_path / "starting.py", HANGS_AT_START) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(60) == 0
+
+
+def test_processes_that_are_being_started_are_listed(
+    starting: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["ps", str(starting.pid), "--json"]) == 0
+    [program] = json.loads(capsys.readouterr().out)
+    found = program["starting"]
+    assert [(each["label"], each["parent"], each["state"]) for each in found] == [
+        (f"gpus {rank}", starting.pid, "starting") for rank in range(3)
+    ]
+    forked = found[0]["pid"]
+    assert os.path.exists(f"/proc/{forked}") and [each["pid"] for each in found[1:]] == [None, None]
+    assert all(0 < each["seconds"] < 60 for each in found) and found[0]["seconds"] > found[1]["seconds"]
+    assert cli.main(["ps", str(starting.pid)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(f"  gpus 0 (pid {forked}, starting for ")
+    assert lines[2].startswith("  gpus 1 (no process yet, starting for ") and len(lines) == 4
+    assert cli.main(["stack", str(starting.pid)]) == 0
+    assert re.search(r"\nstarting for \d+ s: gpus 0-2\n", capsys.readouterr().out)
+    assert cli.main(["top", str(starting.pid), "--once", "--interval", "0.01"]) == 0
+    table = capsys.readouterr().out
+    assert re.search(rf"^  gpus 0 +{forked} +starting +[\d.]+ m?s$", table, re.MULTILINE), table
+    assert re.search(r"^  gpus 1 +starting +[\d.]+ m?s$", table, re.MULTILINE), table
+    assert cli.main(["top", str(starting.pid), "--json", "--interval", "0.01"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(each["pid"], each["state"]) for each in rows[1:]] == [
+        (forked, "starting"), (None, "starting"), (None, "starting"),
+    ]  # fmt: skip
+
+
+BOOTSTRAP = """
+import threading
+from monarch_backend.actor import this_host
+
+def hang():
+    print("in the bootstrap", flush=True)
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    procs = this_host().spawn_procs({"gpus": 1}, name="trainers", bootstrap=hang)
+    procs.initialized.get()
+"""
+
+
+def test_bootstrap_that_hangs_is_an_activity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_script(tmp_path / "bootstrap.py", BOOTSTRAP) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith("in the bootstrap\n")
+        assert cli.main(["ps", str(process.pid)]) == 0
+        assert "\n      bootstrap: running for " in capsys.readouterr().out
 
 
 OF_A_LATER_RELEASE = """

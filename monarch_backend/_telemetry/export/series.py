@@ -196,7 +196,7 @@ class Collector:
             name: Family(name, each.kind, each.about, each.unit, is_ours=True) for name, each in _OURS.items()
         }
         for each in recording.programs:
-            states = Counter(process.state for process in each.processes)
+            states = Counter([*(process.state for process in each.processes), *(s["state"] for s in each.starting)])
             for state, count in states.items():
                 attributes = {"program_pid": str(each.pid), "state": state}
                 made["monarch.processes"].points.append(Point(title_of(each), None, attributes, count))
