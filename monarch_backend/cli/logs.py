@@ -11,15 +11,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from monarch_backend._core import env
 from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry import log_files
-from monarch_backend._telemetry.labels import LAUNCHER, in_words, is_wanted
+from monarch_backend._telemetry.labels import LAUNCHER, fold_labels, in_words, is_wanted
 from monarch_backend.cli.arguments import add_program, add_ranks, fail, nothing_there
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.log_history import LogLine
     from monarch_backend._telemetry.program_output import LineFilter, Lines
-    from monarch_backend._telemetry.programs import Program
+    from monarch_backend._telemetry.programs import Process, Program
     from monarch_backend._telemetry.subject import Subject
 
 _POLL_S = 0.1
@@ -75,7 +76,7 @@ def _show_ended(args: argparse.Namespace, why: object) -> int:
 
     found = program_output.ended_programs(args.program)
     if not found:
-        return fail("logs", why)
+        return fail("logs", why if args.program is None else f"{why}. {_why_no_file_is_kept()}")
     if args.program is None:
         listed = "".join(f"\n  {each}" for each in found)
         return fail("logs", f"{why}; programs that have ended, for `monarch-backend logs PID`:{listed}")
@@ -87,6 +88,15 @@ def _show_ended(args: argparse.Namespace, why: object) -> int:
     for line in lines.lines:
         _print(line, Program(program.pid, program.command, []), several=False, as_json=args.json)
     return 0
+
+
+def _why_no_file_is_kept() -> str:
+    if not env.get("MONARCH_LOG_FILES"):
+        return "MONARCH_LOG_FILES is 0: output ends with its program"
+    return (
+        f"If it has ended, its processes have written nothing, or its output is gone: {log_files.folder()} has that of "
+        f"the last {env.get('MONARCH_LOG_FILES')} programs with output (MONARCH_LOG_FILES)"
+    )
 
 
 def _filter(args: argparse.Namespace) -> LineFilter:
@@ -113,10 +123,37 @@ def _show(args: argparse.Namespace, there: Subject, chosen: list[Program]) -> in
     for program, line in first:
         _print(line, program, several=several, as_json=args.json)
     sys.stdout.flush()
+    if not args.follow and args.grep is None and args.since is None:
+        _name_silent_processes(args, chosen, [line for _, line in first])
     if args.follow:
         left = [program for program, lines in zip(chosen, found, strict=True) if lines is not None]
         _follow(args, there, left, wanted, several=several)
     return 0
+
+
+def _name_silent_processes(args: argparse.Namespace, chosen: list[Program], lines: list[LogLine]) -> None:
+    """Say on stderr that the processes that were asked for have written nothing: those of --rank, or of a pid."""
+    pids = {line.pid for line in lines}
+    silent = [
+        process for program in chosen for process in program.processes if process.parent and process.pid not in pids
+    ]
+    if args.ranks:
+        silent = [each for each in silent if is_wanted(each.label, each.pid, args.ranks)]
+    elif args.program is not None and any(each.pid == _number(args.program) for each in silent):
+        silent = [each for each in silent if each.pid == _number(args.program)]
+    elif lines:
+        return
+    by_state: dict[str, list[Process]] = {}
+    for each in silent:
+        state = each.state if each.exit_code is None else f"ended with {each.exit_code}"
+        by_state.setdefault(state, []).append(each)
+    for state, some in by_state.items():
+        which = f"pid {some[0].pid}, {state}) has" if len(some) == 1 else f"{state}) have"
+        print(f"{fold_labels(each.label for each in some)} ({which} written nothing that is kept", file=sys.stderr)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
 
 
 def _why_nothing_is_kept(program: Program) -> str:

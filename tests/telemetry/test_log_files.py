@@ -69,6 +69,20 @@ def test_ended_programs_are_listed_where_none_runs(
     assert "no running program is 'no such program'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("files", "why"), [("5", "the last 5 programs with output"), ("0", "ends with its program")])
+def test_ended_program_without_output_is_an_error_that_explains(
+    files: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MONARCH_LOG_FILES", files)
+    history = log_history.make()
+    assert history is not None
+    history.close()
+    assert cli.main(["logs", str(2**22 + 1)]) == 1
+    error = capsys.readouterr().err
+    assert f"no running program is '{2**22 + 1}'" in error and why in error
+    assert ("its processes have written nothing, or its output is gone" in error) == (files != "0")
+
+
 def test_oldest_files_of_ended_programs_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_LOG_FILES", "3")
     running = _history_of_a_program("runs")

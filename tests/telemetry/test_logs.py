@@ -19,6 +19,8 @@ from monarch_backend._core import platform
 from monarch_backend._telemetry import log_history
 from monarch_backend._telemetry.log_history import HistoryReader, LogHistory, LogLine
 from monarch_backend._telemetry.programs import Process, select
+from tests.support.running_script import running_script
+from tests.support.waiting import wait_until
 from tests.telemetry.programs import busy_program
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="the log history needs memfd_create")
@@ -167,6 +169,58 @@ def test_options_choose_lines(
     options: list[str], shown: bool, running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ("sleeps" in _logs(capsys, running.pid, *options)) is shown
+
+
+def test_processes_that_have_written_nothing_are_named(
+    running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, silent, other = _processes(running.pid)
+    text = f"gpus 0 of trainers (pid {silent.pid}, running) has written nothing that is kept\n"
+    for name, *options in ([running.pid, "--rank", "gpus 0"], [running.pid, "--rank", "gpus 0-1"], [silent.pid]):
+        assert cli.main(["logs", *map(str, [name, *options])]) == 0
+        assert capsys.readouterr().err == text
+    for name, *options in ([running.pid], [other.pid], [running.pid, "--rank", "gpus 0", "--grep", "x"]):
+        assert cli.main(["logs", *map(str, [name, *options])]) == 0
+        assert capsys.readouterr().err == ""
+
+
+SILENT = """
+import os, sys
+from monarch_backend import actor
+
+
+class Worker(actor.Actor):
+    @actor.endpoint
+    def end(self):
+        os._exit(3)
+
+
+if __name__ == "__main__":
+    actor.unhandled_fault_hook = lambda failure: None
+    procs = actor.this_host().spawn_procs({"gpus": 3}, name="short")
+    workers = procs.spawn("worker", Worker)
+    try:
+        workers.end.call().get()
+    except Exception:
+        pass
+    print("ended", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_ended_processes_without_output_are_named_with_their_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_script(tmp_path / "silent.py", SILENT) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ended\n"
+        wait_until(lambda: [each.exit_code for each in _processes(process.pid)] == [None, 3, 3, 3])
+        first = _processes(process.pid)[1]
+        assert cli.main(["logs", str(process.pid)]) == 0
+        text = "gpus 0-2 of short (ended with 3) have written nothing that is kept\n"
+        assert capsys.readouterr().err == text
+        assert cli.main(["logs", str(first.pid)]) == 0
+        text = f"{first.label} (pid {first.pid}, ended with 3) has written nothing that is kept\n"
+        assert capsys.readouterr().err == text
 
 
 def test_unknown_process_is_an_error_with_the_known_ones(
