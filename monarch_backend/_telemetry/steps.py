@@ -32,7 +32,20 @@ FIRST_LOOK_S, LAST_LOOK_S = 5.0, 600.0
 _log = logging.getLogger("monarch_backend")
 
 
-class _Steps:
+class StepBlock:
+    """What `step` returns. A ``with`` block of it is one step, which ends at the end of the block."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        pass
+
+
+_NOT_RECORDED = StepBlock()
+
+
+class _Steps(StepBlock):
     """Steps of one name in this process."""
 
     def __init__(self, name: str) -> None:
@@ -42,8 +55,34 @@ class _Steps:
         self._durations: deque[int] = deque(maxlen=WINDOW)
         self._start = self._number = 0
         self._looked_at, self._pause, self._is_looking = 0.0, FIRST_LOOK_S, False
+        self._has_blocks = False  # then a call is the begin of a block
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._has_blocks:  # the first call was no end of a step
+                self._has_blocks = True
+                self._number -= 1
+                self._durations.clear()
+                for watch in list(_watches):
+                    watch.add(-1)
+            self._begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._end()
 
     def end(self) -> None:
+        """End a step, unless the call is the begin of a block."""
+        if not self._has_blocks:
+            self._end()
+
+    def _begin(self) -> None:
+        self._start = recorder.monotonic_ns()
+        count = len(self._durations)
+        middle = median_low(self._durations) if count else 0
+        recorder.begin_activity(self._cell, int(State.RUNNING), 0, self._number + 1, count, middle, 0)
+
+    def _end(self) -> None:
         with self._lock:
             now = recorder.monotonic_ns()
             self._number += 1
@@ -54,12 +93,10 @@ class _Steps:
                 recorder.record_event(int(Kind.STEP), int(Status.OK), name, 0, self._start, self._number, 0, 0)
             if self._start:
                 self._durations.append(now - self._start)
-            self._start = now
-            count = len(self._durations)
-            middle = median_low(self._durations) if count else 0
-            recorder.begin_activity(self._cell, int(State.RUNNING), 0, self._number + 1, count, middle, 0)
+            self._begin()
             for watch in list(_watches):
                 watch.add()
+            count = len(self._durations)
             is_due = not self._is_looking and count >= MIN_STEPS
             is_due = is_due and time.monotonic() - self._looked_at >= self._pause
             self._is_looking |= is_due
@@ -108,10 +145,10 @@ class StepWatch:
         self.count = 0
         self._changed = threading.Condition()
 
-    def add(self) -> None:
+    def add(self, number: int = 1) -> None:
         """Count a step."""
         with self._changed:
-            self.count += 1
+            self.count += number
             self._changed.notify_all()
 
     def wait(self, count: int, timeout: float) -> bool:
@@ -148,8 +185,11 @@ def _in_forked_child() -> None:
 fork.register(fork.Step.RECORDING, after_in_child=_in_forked_child)
 
 
-def step(name: str = "step") -> None:
+def step(name: str = "step") -> StepBlock:
     """Mark the end of a training step: call it once at the end of each iteration, on each rank.
+
+    ``with step():`` around the iteration is the other form. The time between two blocks is no part of a step, and a
+    block that raises is no step. Steps of one ``name`` have one of both forms.
 
     ``name`` tells apart the steps of several loops. Ranks whose steps take longer than the median of their mesh are
     named once in the log, and in `monarch-backend ps` and `sql`. The time that a rank waits in collectives does not
@@ -159,10 +199,11 @@ def step(name: str = "step") -> None:
 
     >>> from monarch_backend.telemetry import step
     >>> for batch in range(3):
-    ...     step()
+    ...     with step():
+    ...         pass
     """
     if not recorder.begin():
-        return
+        return _NOT_RECORDED
     found = _steps.get(name)
     if found is None:
         with _lock:
@@ -170,3 +211,4 @@ def step(name: str = "step") -> None:
                 name = next(reversed(_steps))
             found = _steps.get(name) or _steps.setdefault(name, _Steps(name))
     found.end()
+    return found

@@ -160,6 +160,46 @@ def test_step_records_nothing_where_nothing_is_recorded() -> None:
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "MONARCH_TELEMETRY": "0"}, check=True, timeout=60)
 
 
+BLOCKS = """
+import time
+from monarch_backend.actor import this_proc
+from monarch_backend._telemetry import steps
+from monarch_backend.telemetry import query, step
+
+procs = this_proc()
+with steps.watched() as watch:
+    for number in range(4):
+        with step("block"):
+            pass
+        time.sleep(0.3)  # a validation, which is no part of a step
+try:
+    with step("block"):
+        raise ValueError
+except ValueError:
+    pass
+for number in range(3):
+    step("call")
+print(query("select number, duration_us < 250000 from steps where duration_us and name = 'block'").rows)
+print(query("select number, duration_us is null from steps where name = 'call'").rows)
+print(watch.count, query("select name, ended from activities where kind = 'step'").rows)
+"""
+
+
+def test_with_step_ends_a_step_at_the_end_of_the_block() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "[(1, 1), (2, 1), (3, 1), (4, 1)]",
+        "[(1, 1), (2, 0), (3, 0)]",
+        "4 [('block', 4), ('call', 2)]",
+    ]
+
+
+def test_with_step_has_no_effect_where_nothing_is_recorded() -> None:
+    code = "from monarch_backend._telemetry import steps\nwith steps.step(): pass\nassert not steps._steps\n"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "MONARCH_TELEMETRY": "0"}, check=True, timeout=60)
+
+
 def test_names_of_steps_are_bounded() -> None:
     code = (
         "from monarch_backend.actor import this_proc\n"
