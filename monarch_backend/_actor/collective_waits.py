@@ -67,7 +67,7 @@ class CollectiveWaits:
 
     def confirm_late(self, group: int, number: int, then: Callable[[], None]) -> None:
         """Call ``then`` if this process has not entered operation ``number`` of a group."""
-        self._look(lambda: late_ranks.is_late(group, number, self._runtime.pid), lambda late: then() if late else None)
+        self._look(lambda: late_ranks.is_late(group, number), lambda late: then() if late else None)
 
     def only_actor(self) -> ActorRunner | None:
         """Return the actor without which this process enters no collective, None if there may be other code."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from monarch_backend._core.parallel import in_parallel
-from monarch_backend._telemetry import jobs, stragglers, whereabouts
+from monarch_backend._telemetry import jobs, own_recording, stragglers, whereabouts
 from monarch_backend._telemetry.kinds import POINT_TO_POINT, Kind, State
 from monarch_backend._telemetry.program_recording import Recording, is_alive
 from monarch_backend._telemetry.programs import Program
@@ -168,9 +168,10 @@ def entered_in(group: int, pid: int) -> tuple[Activity, list[tuple[int, int]]] |
     return entered, late
 
 
-def is_late(group: int, number: int, pid: int) -> bool:
-    """Return whether a process of this machine is in a group, and has not entered operation ``number``."""
-    activities = [each for process in _running() if process.pid == pid for each in process.activities]
+def is_late(group: int, number: int) -> bool:
+    """Return whether this process is in a group, and has not entered operation ``number``. Raises OSError."""
+    own = own_recording.read()
+    activities = () if own is None else own.activities
     return any(_is_of_all(each) and each.trace == group and _is_late(each, number) for each in activities)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from monarch_backend import _native
-from monarch_backend._telemetry import program_recording, recorder, spans, trace_context
+from monarch_backend._telemetry import own_recording, program_recording, spans, trace_context
 from monarch_backend._telemetry.export.span_tree import SpanTree, message_identity, span_identity
 from monarch_backend._telemetry.kinds import Kind
-from monarch_backend._telemetry.reader import Area, RecordedProcess
+from monarch_backend._telemetry.reader import RecordedProcess
 
 _own_start = (0, 0)  # the pid, and the time
 
@@ -59,18 +59,19 @@ def traceparent() -> str | None:
 
 def _of_message(header: str) -> str:
     """Return the header of the traced message that runs here, and keep it. ``header``: of the span above it."""
+    own = _own_process()
+    if own is None:
+        return header
     call, sender = trace_context.message.get() or (0, 0)
-    for process in _own_processes():
-        for each in process.activities:
-            if each.kind == Kind.MESSAGE and (each.reference, each.trace) == (call, sender):
-                identity = message_identity(
-                    process.pid, process.started_ns, f"{each.name}.{each.detail}", each.since_ns, sender, call
-                )
-                found = trace_context.parse(header)
-                assert found is not None
-                header = trace_context.as_header(found[0], identity, trace_context.flags_of(header))
-                trace_context.remote.set((header, 0))
-                trace_context.message.set(None)
+    for each in own.activities:
+        if each.kind == Kind.MESSAGE and (each.reference, each.trace) == (call, sender):
+            name = f"{each.name}.{each.detail}"
+            identity = message_identity(own.pid, own.started_ns, name, each.since_ns, sender, call)
+            found = trace_context.parse(header)
+            assert found is not None
+            header = trace_context.as_header(found[0], identity, trace_context.flags_of(header))
+            trace_context.remote.set((header, 0))
+            trace_context.message.set(None)
     return header
 
 
@@ -78,20 +79,16 @@ def _own_start_ns() -> int:
     """Return when the recording of this process started, by which others tell it from one with its pid. 0: unknown."""
     global _own_start
     if _own_start[0] != os.getpid():
-        found = _own_processes()
-        if not found:
+        own = _own_process()
+        if own is None:
             return 0
-        _own_start = os.getpid(), max(each.started_ns for each in found)
+        _own_start = os.getpid(), own.started_ns
     return _own_start[1]
 
 
-def _own_processes() -> list[RecordedProcess]:
-    """Return what is recorded of this process, without events. Empty if that cannot be read."""
+def _own_process() -> RecordedProcess | None:
+    """Return what is recorded of this process, without events. None if that cannot be read."""
     try:
-        descriptor = recorder.recording_area_of_this_process()
+        return own_recording.read()
     except OSError:  # no descriptor is left, or the starter has ended
-        return []
-    if descriptor is None:
-        return []
-    with Area(descriptor) as area:
-        return list(area.processes_of(os.getpid(), None))
+        return None

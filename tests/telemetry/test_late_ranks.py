@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from monarch_backend import CollectiveTimeoutError, cli
 from monarch_backend._core import platform
-from monarch_backend._telemetry import late_ranks, payloads, whereabouts
+from monarch_backend._telemetry import discovery, late_ranks, own_recording, payloads, whereabouts
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording
 from monarch_backend._telemetry.programs import RUNNING, Process, Program
@@ -87,6 +87,22 @@ def _one_is_late(rank: int) -> None:
 def test_late_rank_is_named_with_its_line(pool: Callable[[int], RankPool]) -> None:
     pool(2)  # ranks of the same launcher, whose default group has the same name
     run_ranks(_one_is_late, 3)
+
+
+def _looks_at_itself(rank: int) -> None:
+    dist.all_reduce(torch.ones(2))
+    own = own_recording.read()
+    assert own is not None and own.pid == os.getpid()
+    last = next(each for each in own.activities if each.kind == Kind.COLLECTIVE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(discovery, "areas", lambda: pytest.fail("it reads recordings of other processes"))
+        assert late_ranks.is_late(last.trace, last.count + 1)
+        assert not late_ranks.is_late(last.trace, last.count)
+        assert not late_ranks.is_late(last.trace + 1, last.count + 1)
+
+
+def test_rank_reads_no_other_recording_to_find_whether_it_is_late() -> None:
+    run_ranks(_looks_at_itself, 2)
 
 
 def _times_out(rank: int) -> None:
