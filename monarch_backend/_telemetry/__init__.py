@@ -13,4 +13,11 @@ def _answer_profile() -> Any:
     return profiler.answer
 
 
+def _answer_locks() -> Any:
+    from monarch_backend._telemetry import lock_answers
+
+    return lock_answers.answer
+
+
 provide("request profile", _answer_profile)
+provide("request locks", _answer_locks)

@@ -68,7 +68,8 @@ def _calls(thread: Thread, whole: bool) -> list[str]:
         lines.append(f"      {frame}")
         if source := source_of(frame):
             lines.append(f"        {source}")
-    return lines or [f"      {frame}" for frame in thread.frames]
+    lines = lines or [f"      {frame}" for frame in thread.frames]
+    return [*lines, f"      waits for {thread.lock}"] if thread.lock else lines
 
 
 def _shortened(file: str) -> str:

@@ -72,11 +72,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread and its calls, the outermost first."""
+    """A thread and its calls, the outermost first. ``lock``: the lock that it waits for, and what has it."""
 
     frames: tuple[Frame, ...]
     name: str = ""
     ident: int = 0
+    lock: str = field(default="", kw_only=True)
 
     @property
     def is_runtime(self) -> bool:

@@ -62,8 +62,10 @@ def place_of(process: RecordedProcess, timeout: float) -> str:
     found = process_stacks.read(process.pid, timeout=timeout, with_py_spy=False)
     if found.problem:
         return f"at an unknown line ({found.problem})"
-    frames = [thread.innermost for thread in reversed(found.threads) if thread.innermost is not None]
-    return _at(frames[0]) if frames else "idle: it runs no code of the program"
+    for thread in reversed(found.threads):
+        if thread.innermost is not None:
+            return _at(thread.innermost) + (f", and waits for {thread.lock}" if thread.lock else "")
+    return "idle: it runs no code of the program"
 
 
 def add_places(process: Process, found: stacks.Stacks) -> None:
@@ -127,7 +129,7 @@ def _place(found: stacks.Stacks, running: Activity) -> str:
     thread = _thread_of(_threads(found), running.detail)
     frame = None if thread is None else thread.innermost or thread.leaf  # a controller's worker runs no user code
     if frame is not None:
-        return _at(frame)
+        return _at(frame) + (f", and waits for {thread.lock}" if thread is not None and thread.lock else "")
     return f"at an unknown line ({found.unread_tasks})" if found.unread_tasks else "between two lines of its code"
 
 

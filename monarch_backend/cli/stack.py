@@ -99,6 +99,7 @@ def _as_json(program: Program, read: list[tuple[Process, Stacks]]) -> dict[str, 
                         "name": thread.name,
                         "runtime": thread.is_runtime,
                         "awaits": thread.awaits if isinstance(thread, Task) else "",
+                        "lock": thread.lock,
                         "frames": [
                             {"file": each.file, "line": each.line, "function": each.function, "source": source_of(each)}
                             for each in thread.frames
