@@ -36,7 +36,7 @@ class Programs(msgspec.Struct):
 class Rank(msgspec.Struct):
     """A process: its state, and the activity that lasts longest.
 
-    ``state`` is ended, failed, breakpoint, constructing, collective, waiting, running or idle.
+    ``state`` is ended, failed, stopped, breakpoint, constructing, collective, waiting, running or idle.
     """
 
     pid: int

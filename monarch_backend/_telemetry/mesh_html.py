@@ -6,13 +6,12 @@ import html
 import os
 from collections.abc import Sequence
 
-from monarch_backend._telemetry.programs import Process, select
+from monarch_backend._telemetry.programs import ENDED, Process, select
 from monarch_backend._telemetry.rank_states import state_of, title_of
 
 MAX_ROWS = 256
 
 _COLUMNS = ("rank", "state", "doing", "for, s", "queue", "memory, MiB", "pid")
-_ORDER = {"running": 1, "ended": 0}
 
 
 def as_html(title: str, labels: Sequence[str]) -> str:
@@ -33,7 +32,7 @@ def _processes() -> dict[str, Process]:
         [program] = select(str(os.getpid()))
     except (LookupError, NotImplementedError, OSError, ValueError):  # nothing is recorded
         return {}
-    return {each.label: each for each in sorted(program.processes, key=lambda each: _ORDER[each.state])}
+    return {each.label: each for each in sorted(program.processes, key=lambda each: each.state != ENDED)}
 
 
 def _row(label: str, process: Process | None) -> str:

@@ -21,7 +21,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 RUNNING = "running"
-"""State of a process that has not ended."""
+"""State of a process that runs or sleeps."""
+
+ENDED = "ended"
+"""State of a process that has ended."""
+
+HELD_STATES = {"T": "stopped", "t": "traced", "D": "uninterruptible", "Z": "zombie"}
+"""States of processes that have not ended and execute nothing, by the kernel's letter in /proc/PID/stat."""
 
 STARTING = "starting"
 """State of a process that was asked for, and has not begun to record."""
@@ -142,7 +148,7 @@ def of_pid(programs: Iterable[Program], pid: int) -> list[Program]:
     """
     having = [program for program in programs if program.has([pid])]
     running = [
-        program for program in having if any(each.pid == pid and each.state == RUNNING for each in program.processes)
+        program for program in having if any(each.pid == pid and each.state != ENDED for each in program.processes)
     ]
     return running or having
 
@@ -181,11 +187,11 @@ def _starting(area: Area) -> list[dict[str, Any]]:
 
 def _process(recorded: RecordedProcess, owner: int) -> Process:
     now, is_alive = time.monotonic_ns(), recorded.state == SlotState.ALIVE
-    memory, cpu = _usage(recorded.pid) if is_alive else (None, None)
+    memory, cpu, state = _usage(recorded.pid) if is_alive else (None, None, ENDED)
     return Process(
         pid=recorded.pid,
         label=recorded.label,
-        state=RUNNING if is_alive else "ended",
+        state=state,
         parent=owner if recorded.pid != owner else 0,
         age=(now - recorded.started_ns) / 1e9,
         exit_code=None if is_alive else recorded.exit_code,
@@ -232,16 +238,16 @@ def _activity(activity: Activity, now: int, is_alive: bool, identity: int) -> di
     }
 
 
-def _usage(pid: int) -> tuple[int | None, float | None]:
-    """Return the resident memory and the processor time of a process."""
+def _usage(pid: int) -> tuple[int | None, float | None, str]:
+    """Return the resident memory, the processor time and the state of a process that has not ended."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             memory = int(file.read().split()[1]) * _PAGE
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
     except (OSError, IndexError):
-        return None, None
-    return memory, (int(fields[11]) + int(fields[12])) / _TICKS
+        return None, None, RUNNING
+    return memory, (int(fields[11]) + int(fields[12])) / _TICKS, HELD_STATES.get(fields[0], RUNNING)
 
 
 def _command(pid: int) -> str:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from monarch_backend._telemetry.programs import Process
+from monarch_backend._telemetry.programs import HELD_STATES, Process
+
+_STOPPED = {HELD_STATES["T"], HELD_STATES["t"]}
 
 
 def state_of(process: Process) -> tuple[str, dict[str, Any] | None]:
     """Return the state of a process, and the activity that it is in for longest.
 
-    The state is ended, failed, breakpoint, constructing, collective, waiting, running or idle.
+    The state is ended, failed, stopped, breakpoint, constructing, collective, waiting, running or idle.
     """
     if process.exit_code is not None:
         busy = [each for each in process.activities if each["state"] != "idle"]
         return "failed" if process.exit_code else "ended", _longest(busy)
+    if process.state in _STOPPED:
+        return "stopped", _longest([each for each in process.activities if each["state"] != "idle"])
     for state, found in _states(process.activities).items():
         if found:
             return state, _longest(found)

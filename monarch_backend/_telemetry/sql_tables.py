@@ -25,7 +25,7 @@ from monarch_backend._telemetry.program_recording import (
     double,
     is_alive,
 )
-from monarch_backend._telemetry.programs import Process, Program, activity_state
+from monarch_backend._telemetry.programs import ENDED, Process, Program, activity_state
 from monarch_backend._telemetry.rank_states import exit_text
 from monarch_backend._telemetry.reader import Activity, RecordedEvent, RecordedProcess
 from monarch_backend._telemetry.stacks import Stacks
@@ -163,7 +163,7 @@ class Tables:
             process, recorded = each.process, each.recorded
             yield (
                 each.pid, each.label, each.program.pid, each.program.command, process.parent or None,
-                "running" if is_alive(each) else "ended", None if is_alive(each) else recorded.exit_code,
+                process.state if is_alive(each) else ENDED, None if is_alive(each) else recorded.exit_code,
                 self._wall(recorded.started_ns), process.memory, process.cpu_seconds, recorded.kept,
                 recorded.lost, _identity(recorded.identity), each.host,
                 self._wall(recorded.ended_ns) if recorded.ended_ns else None, recorded.restarts,

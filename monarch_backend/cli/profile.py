@@ -133,7 +133,9 @@ def _ranks(programs: list[Program], which: list[str] | None) -> list[Member]:
 
     Gateways, agents and daemons run nothing of the program, and are left out.
     """
-    running = [(program, each) for program in programs for each in program.processes if each.state == "running"]
+    from monarch_backend._telemetry.programs import ENDED
+
+    running = [(program, each) for program in programs for each in program.processes if each.state != ENDED]
     if which is not None:
         chosen = [member for member in running if is_wanted(member[1].label, member[1].pid, which)]
     else:

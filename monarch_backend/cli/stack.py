@@ -59,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _selected(program: Program, ranks: list[str] | None) -> list[Process]:
-    return [each for each in program.processes if each.state == "running" and is_wanted(each.label, each.pid, ranks)]
+    from monarch_backend._telemetry.programs import ENDED
+
+    return [each for each in program.processes if each.state != ENDED and is_wanted(each.label, each.pid, ranks)]
 
 
 def as_text(program: Program, read: list[tuple[Process, Stacks]], *, all_threads: bool = False) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import pytest
 
 from monarch_backend import cli
 from monarch_backend._core import platform
-from monarch_backend._telemetry import programs
+from monarch_backend._processes.process_state import state_and_start
+from monarch_backend._telemetry import programs, rank_states
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
 from monarch_backend._telemetry.programs import Program
 from monarch_backend._telemetry.reader import Activity, RecordedProcess
@@ -23,6 +25,7 @@ from monarch_backend._telemetry.stacks import Frame, Stacks, Task
 from monarch_backend._telemetry.subject import ThisMachine
 from monarch_backend.cli import top
 from tests.support.running_script import running_script
+from tests.support.waiting import wait_until
 from tests.telemetry.programs import busy_program
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="programs are found in /proc")
@@ -143,6 +146,34 @@ def test_bootstrap_that_hangs_is_an_activity(tmp_path: Path, capsys: pytest.Capt
         assert process.stdout.readline().endswith("in the bootstrap\n")
         assert cli.main(["ps", str(process.pid)]) == 0
         assert "\n      bootstrap: running for " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "state"), [(signal.SIGSTOP, "stopped"), (signal.SIGCONT, "running")])
+def test_state_of_a_stopped_process_is_that_of_the_kernel(
+    number: signal.Signals, state: str, running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    [program] = programs.select(str(running.pid))
+    [rank] = [each for each in program.processes if each.label == "gpus 1 of trainers"]
+    os.kill(rank.pid, number)
+    wait_until(lambda: (state_and_start(rank.pid)[0] == "T") == (state == "stopped"))
+    try:
+        assert cli.main(["ps", str(running.pid)]) == 0
+        assert f"(pid {rank.pid}, {state}," in capsys.readouterr().out
+        assert cli.main(["ps", str(running.pid), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)[0]["processes"]
+        assert [each["state"] for each in found if each["pid"] == rank.pid] == [state]
+        query = f"select state from processes where pid = {rank.pid}"
+        assert cli.main(["sql", query, str(running.pid), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["rows"] == [[state]]
+        assert cli.main(["top", str(running.pid), "--once"]) == 0
+        found = re.search(r"^  gpus 1 of trainers +\d+ +stopped ", capsys.readouterr().out, re.MULTILINE)
+        assert (found is not None) == (state == "stopped")
+        process = next(each for each in programs.select(str(running.pid))[0].processes if each.pid == rank.pid)
+        assert rank_states.state_of(process)[0] == state
+        assert cli.main(["stack", str(running.pid), "--rank", str(rank.pid)]) == 0  # it has not ended
+        assert "gpus 1 of trainers" in capsys.readouterr().out
+    finally:
+        os.kill(rank.pid, signal.SIGCONT)
 
 
 OF_A_LATER_RELEASE = """

@@ -4,6 +4,7 @@ import { bytes, count, duration, h, lacks, onHost, setText, table } from "./dom.
 
 const STATES = {
   failed: "has ended with an error, or an actor has failed",
+  stopped: "is stopped by a signal or a debugger",
   breakpoint: "waits at a breakpoint",
   constructing: "constructs an actor",
   collective: "is in a collective or a transfer",
