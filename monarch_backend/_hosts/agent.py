@@ -53,6 +53,7 @@ from monarch_backend._hosts.remote_places import Answers
 from monarch_backend._processes import local_sockets, system_calls
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import RANKS_HERE, Event, ProcessSpec, Spawner
+from monarch_backend._telemetry import last_messages
 from monarch_backend._transport.local.event_loop import ProgressLoop, release
 from monarch_backend._transport.local.frames import Agent as AgentFrame
 from monarch_backend._transport.local.frames import Frame, FrameError, Replaced, Setting
@@ -170,6 +171,7 @@ class AgentProcess:
         self._numbers: dict[int, int] = {}  # the spawner's numbers, by the controller's
         self._names: dict[int, int] = {}  # the controller's numbers, by the spawner's
         self._pids: dict[int, int] = {}  # by the controller's numbers
+        self._stopped: set[int] = set()  # the controller has sent them a signal; by its numbers
         self._output: OutputReader | None = None
         self._end = CreditWaiter()
         self._ending: tuple[float, str] | None = None  # monotonic time of this host's end, and the reason
@@ -441,6 +443,7 @@ class AgentProcess:
         elif isinstance(message, Kill):
             number = self._numbers.get(message.id)
             if number is not None and self._spawner is not None:
+                self._stopped.add(message.id)
                 self._spawner.kill(number, message.signal)
         elif isinstance(message, KillIfUnresponsive):
             self._kill_if_unresponsive(message)
@@ -521,6 +524,9 @@ class AgentProcess:
         self._names.pop(event.id, None)
         self._numbers.pop(number, None)
         self._pids.pop(number, None)
+        if isinstance(event, Exited) and event.returncode != 0 and number not in self._stopped:
+            event = msgspec.structs.replace(event, messages=last_messages.of_started(event.pid))
+        self._stopped.discard(number)
         self._tell(msgspec.structs.replace(event, id=number))
 
 

@@ -81,7 +81,8 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     """The process has ended. ``returncode`` is as in subprocess: negative for a signal.
 
     ``oom_killed``: as far as is known, the kernel killed it for lack of memory. ``reason`` is set if its end was not
-    observed but follows from another event, like the death of the fork server.
+    observed but follows from another event, like the death of the fork server. ``messages``: what it was doing, which
+    only its starter can read, from an agent to its controller.
     """
 
     id: int
@@ -90,6 +91,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     core_dumped: bool = False
     oom_killed: bool = False
     reason: str = ""
+    messages: tuple[str, ...] = ()
 
 
 Request: TypeAlias = Spawn | Kill

@@ -1,6 +1,7 @@
 """What a failed process or actor was doing, and its last messages: lines for the report of the failure.
 
-The recording of a killed process is in memory of its starter. So the starter needs no answer for it.
+The recording of a killed process is in memory of its starter. So the starter needs no answer for it. On another host
+this is the agent, which sends the lines with the end of the process.
 """
 
 from __future__ import annotations

@@ -567,6 +567,8 @@ def worker_killed(*addresses: str) -> None:
     failure = faults.next()
     assert failure.ranks == (3,) and failure.mesh_name == "procs", failure
     assert failure.deaths[0].host == "gamma" and failure.deaths[0].signal == 9
+    assert any("waiters.wait" in line for line in failure.deaths[0].messages), failure.deaths[0].messages
+    assert f"- {failure.deaths[0].messages[0]}" in failure.report()
     assert failed(workers.slice(hosts=1, gpus=1).echo.call_one(1)).delivery == "not sent"
     goes_on(hosts, workers)
     faults.none()

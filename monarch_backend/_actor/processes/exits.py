@@ -182,7 +182,9 @@ class ProcessExits:
             last_words = _last_words(logs.tail(owned.logs, rank), logs.last_lines(owned.logs, rank))
         host = program.hosts.name_of(member.peer.token)
         is_here = program.waiting.is_real and program.hosts.of(member.peer.token) is None
-        messages = last_messages.of_started(pid) if is_here and pid and code != 0 else ()
+        messages = member.exited.messages if member.exited is not None else ()  # from the agent of another host
+        if is_here and pid and code != 0:
+            messages = last_messages.of_started(pid)
         death = Death(rank, core.where(rank), host, pid, what, code, last_words=last_words, messages=messages)
         failure = MeshFailure(core.name, [death], ProcMesh(core))
         if member.replaced:
