@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import pty
+import select
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from monarch_backend._core import platform
 from monarch_backend._processes import local_sockets
 from monarch_backend._processes.debugging import client
 from monarch_backend._processes.debugging.client import Attachment, WaitingProcess
-from monarch_backend._telemetry.programs import select
+from monarch_backend._telemetry import programs
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -184,6 +185,47 @@ def test_ranks_wait_at_once_answer_a_command_and_continue(
     assert not any(trainers.traced.call().get(PATIENCE).values()), "tracing would slow the program"
 
 
+def test_assigned_variables_stay_after_other_commands_and_clients(trainers: ActorMesh) -> None:
+    future = trainers.slice(gpus=1).step.call_one(10)
+    process = _wait_for(1)[0]
+    answers = [_answers([process], each)[0] for each in ("double = 50", "extra = 1", "where", "p double", "p extra")]
+    assert "step()" in answers[2] and answers[3:] == ["50\n", "1\n"]
+    assert Attachment(process).run(_leave, list) == "detached: the process waits on"
+    assert _answers([process], "p double") == ["50\n"]
+    _continue([process])
+    assert future.get(PATIENCE) == 100
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_command_to_a_process_that_ends_its_wait_says_so(is_answered: bool) -> None:
+    with _closing_listener(is_answered) as address:
+        process = WaitingProcess("1.1", 1, address=address)
+        [(_, text)] = client.send_command([process], "continue", until_resumed=True)
+    assert text == "it does not wait any more: its call or its process has ended"
+
+
+@contextlib.contextmanager
+def _closing_listener(is_answered: bool) -> Iterator[str]:
+    """Listen as a waiting process that closes its socket before it has read the command, or accepted a client."""
+    address = local_sockets.address_of(f"test-closing-{os.getpid()}")
+    listener = local_sockets.listen_at(address, 1)
+
+    def close() -> None:
+        select.select([listener], [], [])
+        if is_answered:
+            connection, _ = listener.accept()
+            select.select([connection], [], [])  # unread data resets the connection
+            connection.close()
+        local_sockets.close(listener)
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    try:
+        yield address
+    finally:
+        closing.join()
+
+
 @_NEEDS_PROC
 def test_command_line_lists_selects_folds_and_continues(
     trainers: ActorMesh, capsys: pytest.CaptureFixture[str]
@@ -339,6 +381,10 @@ def test_second_client_is_refused_until_the_first_has_left(
     )
     _continue(_wait_for(1))
     assert future.get(PATIENCE) == 2
+
+
+def _leave(prompt: str) -> str:
+    raise EOFError(prompt)
 
 
 def _never(prompt: str) -> str:
@@ -517,7 +563,7 @@ def test_bad_request_does_not_harm_the_wait(trainers: ActorMesh, data: bytes) ->
 def test_recording_shows_the_wait(trainers: ActorMesh, capsys: pytest.CaptureFixture[str]) -> None:
     future = trainers.slice(gpus=0).step.call_one(1)
     [process] = _wait_for(1)
-    [program] = select(str(process.pid))
+    [program] = programs.select(str(process.pid))
     [recorded] = [each for each in program.processes if each.pid == process.pid]
     [activity] = [each for each in recorded.activities if each["kind"] == "wait"]
     assert (activity["name"], activity["state"], activity["detail"]) == ("breakpoint", "waiting", process.where)

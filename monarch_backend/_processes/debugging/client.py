@@ -20,6 +20,9 @@ from monarch_backend._telemetry.labels import in_words, is_wanted
 STATUS_TIMEOUT_S = 1.0
 """Seconds that waiting processes have to answer. One that runs a command of another client does not."""
 
+_OVER = "it does not wait any more: its call or its process has ended"
+"""Answer of a process that has closed its socket before the command, such as when the program ends."""
+
 _NAME = re.compile(rf"{SOCKET_PREFIX}(\d+)-[0-9a-f]+")
 
 
@@ -131,6 +134,9 @@ def send_command(
             try:
                 peer = connect(process.address)
                 peer.send(do="run", command=command)
+            except ConnectionError:
+                yield process, _OVER
+                continue
             except OSError as error:
                 yield process, f"it does not wait any more: {error}"
                 continue
@@ -146,8 +152,11 @@ def send_command(
                         texts[descriptor] += text
                         if done:
                             break
-                except (EOFError, OSError, ValueError) as error:
-                    texts[descriptor] += f"the process has ended {error}".rstrip()
+                except (EOFError, ConnectionError):
+                    texts[descriptor] += _OVER
+                    done = True
+                except (OSError, ValueError) as error:
+                    texts[descriptor] += f"{_OVER}: {error}"
                     done = True
                 if done:
                     poll.unregister(descriptor)

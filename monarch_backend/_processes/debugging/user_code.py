@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import pdb
+import sys
 from types import FrameType
 from typing import Any
 
@@ -24,6 +26,17 @@ class UserCodePdb(pdb.Pdb):
             self.curindex = users[-1]
             self.curframe = self.stack[self.curindex][0]
             self.curframe_locals = self.curframe.f_locals
+        return done
+
+    def default(self, line: str) -> Any:
+        """Execute a statement. What it assigns to local variables stays.
+
+        Before Python 3.13 a frame has its variables twice. Each later look at ``f_locals``, as of `where`, would
+        overwrite the assigned ones.
+        """
+        done = super().default(line)
+        if sys.version_info < (3, 13) and self.curframe is not None:
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(self.curframe), ctypes.c_int(1))
         return done
 
     def do_run(self, _arg: str) -> None:
