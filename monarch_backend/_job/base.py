@@ -31,6 +31,7 @@ from monarch_backend._job.host_launcher import Launch, Up
 from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program
+from monarch_backend._telemetry import log_history
 from monarch_backend._transport.network.auth import new_secret, read_secret, write_private
 
 if TYPE_CHECKING:
@@ -444,6 +445,7 @@ class Job:
             meshes.setdefault(plan.mesh, []).append(there[plan.mesh, plan.index])
         if self.looks_at_once and (why := self._who_is_gone(file)):
             raise JobError(f"job {self.name!r}{why}")
+        log_history.note_job(self.name)
         attached = {name: self._attach(file, name, hosts, timeout) for name, hosts in meshes.items()}
         return JobState(self.name, attached)
 

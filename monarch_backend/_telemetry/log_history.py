@@ -13,6 +13,7 @@ everything between both and then drops what lies before the new tail. So it need
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -21,6 +22,7 @@ import os
 import struct
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,6 +42,26 @@ _ENDS_AT = 4080  # of tail and head in the first page
 _HEADER = struct.Struct("=QdIIHBx")  # position, time, bytes of text, pid, bytes of the label, stream
 _HEADER_BYTES = 32
 _MAX_LABEL_BYTES = 255
+
+
+_MAX_JOBS = 8
+_MAX_JOB_CHARACTERS = 100
+
+_jobs: list[str] = []
+"""Names of the jobs that this program uses."""
+
+_histories: weakref.WeakSet[LogHistory] = weakref.WeakSet()
+"""The histories of this process."""
+
+
+def note_job(name: str) -> None:
+    """Write into the histories of this process that its program uses a job. Readers find them by its name."""
+    if name in _jobs or len(_jobs) == _MAX_JOBS or len(name) > _MAX_JOB_CHARACTERS:
+        return
+    _jobs.append(name)
+    for history in list(_histories):
+        with contextlib.suppress(OSError):  # closed, or the disk is full: it is not found by this name
+            history.write_about()
 
 
 @dataclass(frozen=True)
@@ -73,13 +95,21 @@ class LogHistory:
         self.descriptor, self._is_file = made, descriptor is not None
         try:
             os.ftruncate(made, _PAGE + self.size)
-            about = {"version": _VERSION, "size": self.size, "owner": self._owner, "program": " ".join(sys.argv)[:300]}
-            os.pwrite(made, json.dumps(about).encode().ljust(_PAGE, b"\0"), 0)
+            self.write_about()
         except BaseException:
             if descriptor is None:
                 os.close(made)
             raise
         self._tail = self._head = 0
+        _histories.add(self)
+
+    def write_about(self) -> None:
+        """Write the first page: the program, and the names of its jobs. Raises OSError."""
+        about = {
+            "version": _VERSION, "size": self.size, "owner": self._owner, "program": " ".join(sys.argv)[:300],
+            "jobs": _jobs,
+        }  # fmt: skip
+        os.pwrite(self.descriptor, json.dumps(about).encode().ljust(_ENDS_AT, b"\0"), 0)
 
     def append(self, label: str, pid: int, stream: int, text: bytes) -> None:
         """Add text, of one or more lines without the last line's end. The oldest records make room for it.
@@ -128,6 +158,7 @@ class LogHistory:
 
     def close(self) -> None:
         """Close the file. A memory file ends once no reader has it open, and a file without lines is removed."""
+        _histories.discard(self)
         if self._is_file and not self._head and self._owner == os.getpid():
             log_files.remove(self.descriptor)
         os.close(self.descriptor)
@@ -149,6 +180,7 @@ class HistoryReader:
                 )
             self.owner: int = about["owner"]
             self.program: str = about["program"]
+            self.jobs: list[str] = about.get("jobs", [])
             self._size: int = about["size"]
             self._memory = mmap.mmap(descriptor, _PAGE + self._size, prot=mmap.PROT_READ)
         finally:

@@ -146,12 +146,16 @@ def read(program: Program, wanted: LineFilter = ALL_LINES) -> Lines:
 
 
 class EndedProgram(NamedTuple):
-    """A program that has ended: its pid, command, file of output, and when it began, in seconds since the epoch."""
+    """A program that has ended: its pid, command, file of output, and when it began, in seconds since the epoch.
+
+    ``jobs`` are the names of the jobs that it has used.
+    """
 
     pid: int
     command: str
     file: Path
     began: float
+    jobs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -162,8 +166,8 @@ class EndedProgram(NamedTuple):
 def ended_programs(name: str | None = None) -> list[EndedProgram]:
     """Return programs of this user that have ended, and whose output is kept in files; oldest first.
 
-    ``name``: a pid, a part of the command, or a file of output. None stands for all. Raises OSError or ValueError for
-    a file that cannot be read, with its path.
+    ``name``: a pid, a part of the command, the name of a job that it has used, or a file of output. None stands for
+    all. Raises OSError or ValueError for a file that cannot be read, with its path.
     """
     if name is not None and name.endswith(log_files.SUFFIX):
         return [_ended(Path(name))]
@@ -171,7 +175,9 @@ def ended_programs(name: str | None = None) -> list[EndedProgram]:
     for path in log_files.ended():
         with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or of another release
             program = _ended(path)
-            if name in (None, str(program.pid)) or (name and not name.isdecimal() and name in program.command):
+            if name in (None, str(program.pid)) or (
+                name and not name.isdecimal() and (name in program.command or name in program.jobs)
+            ):
                 found.append(program)
     return found
 
@@ -179,7 +185,7 @@ def ended_programs(name: str | None = None) -> list[EndedProgram]:
 def _ended(path: Path) -> EndedProgram:
     try:
         with _reader_of(path) as reader:
-            return EndedProgram(reader.owner, reader.program, path, log_files.began(path))
+            return EndedProgram(reader.owner, reader.program, path, log_files.began(path), tuple(reader.jobs))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

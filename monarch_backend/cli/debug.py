@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = DESCRIPTION
     parser.add_argument(
-        "words", nargs="*", metavar="WORD", help="PROGRAM is a pid of it, or a part of its command; see above"
+        "words", nargs="*", metavar="WORD", help="PROGRAM is a pid of it, a part of its command, or a job; see above"
     )
     add_ranks(parser)
     parser.add_argument("--program", metavar="PROGRAM", help="only processes of this program")
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one of the actions. Return 0; 1, with the reason, if no such process waits; 2 for wrong arguments."""
+    from monarch_backend._job.errors import JobError
     from monarch_backend._processes.debugging import client
 
     action, words = "list", args.words
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         if action == "attach":
             return _attach(client.select_processes(words, processes))
         chosen = client.select_processes(args.ranks, processes)
-    except (LookupError, OSError, ValueError, NotImplementedError) as error:
+    except (LookupError, OSError, ValueError, NotImplementedError, JobError) as error:
         return fail("debug", error)
     try:
         return _send(chosen, words[0] if words else "continue", is_continue=not words, as_json=args.json)
@@ -78,16 +79,22 @@ _ACTIONS = {"list": 0, "attach": 1, "run": 1, "continue": 0}
 def _of_program(processes: list[WaitingProcess], program: str | None) -> list[WaitingProcess]:
     if program is None:
         return processes
-    from monarch_backend._telemetry.programs import select
-    from monarch_backend.cli.subject import job_file
+    from monarch_backend.cli.subject import look_at
 
-    if job_file(program) is not None:
-        raise LookupError(
-            f"{program!r} is a job, and debug reaches only the processes of this machine: run it on the host of the "
-            f"process. 'monarch-backend stack {program}' shows where the processes of all hosts are"
+    with look_at(program) as there:
+        chosen, unread = there.programs()
+    pids = {process.pid for each in chosen if not each.host for process in each.processes}
+    found = [each for each in processes if each.pid in pids]
+    elsewhere = sorted({each.host for each in chosen if each.host} | {each.label for each in unread if not each.pid})
+    if elsewhere:
+        text = (
+            f"debug reaches only the processes of this machine; not those of {', '.join(elsewhere)}. Run it there. "
+            f"'monarch-backend ps {program}' shows breakpoints on all hosts"
         )
-    pids = {process.pid for each in select(program) for process in each.processes}
-    return [each for each in processes if each.pid in pids]
+        if not found:
+            raise LookupError(text)
+        fail("debug", text)
+    return found
 
 
 def _listed(processes: Sequence[WaitingProcess]) -> str:

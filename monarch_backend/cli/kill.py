@@ -1,16 +1,19 @@
-"""`monarch-backend kill`: end a program with all of its processes, or one of them."""
+"""`monarch-backend kill`: end a program with all of its processes, one of them, or a job with all of its hosts."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._telemetry.labels import in_words, is_wanted
 from monarch_backend.cli.arguments import add_ranks, fail
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from monarch_backend._telemetry.programs import Process, Program
 
 
@@ -18,12 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.add_argument(
         "job",
+        nargs="?",
         metavar="PROGRAM",
-        help="the program's pid, a part of the command of only one program, or a job's name or file",
+        help="the program's pid, a part of the command of only one program, or a job's name or file; never chosen by "
+        "default, because the choice may be wrong",
     )
     add_ranks(parser, "only this process, not several")
     parser.add_argument(
-        "--signal", metavar="NAME", type=_signal, default=signal.SIGTERM, help="signal to send; TERM by default"
+        "--signal", metavar="NAME", type=_signal, help="signal to send to a program or process; TERM by default"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -37,21 +42,61 @@ def _signal(name: str) -> signal.Signals:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the signal and wait for the end. Return 0, or 1 with the reason if nothing was sent or a process is left."""
-    from monarch_backend._job.errors import JobError
-    from monarch_backend.cli.subject import look_at
+    """Send the signal and wait for the end. Return 0, or 1 with the reason if nothing was sent or a process is left.
 
+    Return 2 without a program.
+    """
+    from monarch_backend._job.errors import JobError
+    from monarch_backend.cli.subject import job_file, look_at
+
+    if args.job is None:
+        print(f"monarch-backend kill: nothing is killed without its name: {_there()}", file=sys.stderr)
+        return 2
+    number = signal.SIGTERM if args.signal is None else args.signal
     try:
+        path = None if args.ranks is not None else job_file(args.job)
+        if path is not None:
+            return _kill_job(args, path)
         with look_at(args.job) as there:
             chosen, _, unread = there.look()
             for each in unread:
                 fail("kill", f"not read: {each}")
             find = _targets_in_job if there.is_of_hosts else _targets
             program, processes = find(args.job, chosen, args.ranks)
-            output = there.send_signal(program, processes, args.signal)
+            output = there.send_signal(program, processes, number)
     except (LookupError, NotImplementedError, OSError, TimeoutError, ValueError, JobError) as error:
         return fail("kill", error)
-    print(json.dumps(_as_json(program, processes, args.signal), indent=1) if args.json else output)
+    print(json.dumps(_as_json(program, processes, number), indent=1) if args.json else output)
+    return 0
+
+
+def _there() -> str:
+    from monarch_backend._telemetry import programs
+
+    try:
+        there = programs.listed(programs.programs())
+    except NotImplementedError:
+        there = "unknown"
+    return f"give the pid of a program, a part of its command, or a job; programs of this machine: {there}"
+
+
+def _kill_job(args: argparse.Namespace, path: Path) -> int:
+    """End all hosts of a job as `Job.kill` does. Raises JobError for hosts that are left, and LookupError."""
+    from monarch_backend import job as jobs
+    from monarch_backend._job import state_file
+
+    if args.signal is not None:
+        raise LookupError(
+            f"{args.job!r} is a job, whose hosts end as with Job.kill(): leave out --signal, or add --rank for one of "
+            "its processes"
+        )
+    job, file = jobs.Job.load(path), state_file.read(path)
+    hosts = [] if file is None else [f"{each.mesh}[{each.index}]" for each in file.hosts]
+    job.kill()
+    if args.json:
+        print(json.dumps({"job": job.name, "ended_hosts": hosts}, indent=1))
+    else:
+        print(f"killed job {job.name}: {', '.join(hosts) or 'it had no host'}")
     return 0
 
 
@@ -88,15 +133,8 @@ def _targets(name: str, chosen: list[Program], ranks: list[str] | None) -> tuple
 
 
 def _targets_in_job(name: str, chosen: list[Program], ranks: list[str] | None) -> tuple[Program, list[Process]]:
-    """Return a process of a job with its program. Raises LookupError, also without ranks: a job is not a program."""
-    from monarch_backend._telemetry import programs
-
-    if ranks is None:
-        here = programs.listed(program for program in chosen if not program.host)
-        raise LookupError(
-            f"{name!r} is a job: add --rank for one of its processes, or give the pid of a program that uses it, with "
-            f"which its processes end on all hosts; on this machine: {here}"
-        )
+    """Return a process of a job with its program. Raises LookupError."""
+    assert ranks is not None, name  # else the whole job is ended
     found = _one([(program, each) for program in chosen for each in program.processes if each.exit_code is None], ranks)
     return found[0], [found[1]]
 

@@ -74,7 +74,7 @@ def _show_ended(args: argparse.Namespace, why: object) -> int:
     from monarch_backend._telemetry import program_output
     from monarch_backend._telemetry.programs import Program
 
-    found = program_output.ended_programs(args.program)
+    found = program_output.ended_programs(_name_of_job(args.program))
     if not found:
         return fail("logs", why if args.program is None else f"{why}. {_why_no_file_is_kept()}")
     if args.program is None:
@@ -99,6 +99,16 @@ def _why_no_file_is_kept() -> str:
     )
 
 
+def _name_of_job(name: str | None) -> str | None:
+    """Return the name of a job that is given by its file. Return another name as it is."""
+    from monarch_backend._job import state_file
+    from monarch_backend.cli.subject import job_file
+
+    path = None if name is None else job_file(name)
+    file = None if path is None else state_file.read(path)
+    return name if file is None else file.name
+
+
 def _filter(args: argparse.Namespace) -> LineFilter:
     from monarch_backend._telemetry.program_output import LineFilter
 
@@ -110,7 +120,8 @@ def _show(args: argparse.Namespace, there: Subject, chosen: list[Program]) -> in
     read = there.follow if args.follow else there.lines
     found = in_parallel(lambda program: _read(read, program, wanted), chosen)
     if not args.follow and not any(lines.is_kept for lines in found if lines is not None):
-        return fail("logs", "; ".join(_why_nothing_is_kept(program) for program in chosen))
+        why = "; ".join(_why_nothing_is_kept(program) for program in chosen)
+        return _show_ended(args, why) if there.is_of_hosts else fail("logs", why)  # its hosts may run on
     if args.ranks:
         labels = list(dict.fromkeys(label for lines in found if lines is not None for label in lines.labels))
         known = [*((label, 0) for label in labels), *((p.label, p.pid) for each in chosen for p in each.processes)]

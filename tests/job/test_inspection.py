@@ -291,10 +291,10 @@ def test_one_process_of_the_host_gets_a_signal(job: Job, programs: list[dict[str
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["kill", "JOB"], "is a job: add --rank for one of its processes, or give the pid of a program that uses it"),
+        (["kill", "JOB", "--signal", "KILL"], "is a job, whose hosts end as with Job.kill(): leave out --signal"),
         (["kill", "JOB", "--rank", "gpus 9"], "no running process is 'gpus 9'; there are ["),
         (["profile", "JOB", "--seconds", "1", "--ranks", "gpus=9"], "no process is 'gpus=9'; there are: "),
-        (["debug", "JOB"], "is a job, and debug reaches only the processes of this machine"),
+        (["debug", "JOB"], f"debug reaches only the processes of this machine; not those of {HOST}. Run it there"),
         (["flight-recorder", "JOB", "-o", "dumps"], "no process has a group of backend='monarch'"),
         (["logs", "JOB", "--rank", "gpus 9"], "no process is 'gpus 9'; there are ["),
     ],

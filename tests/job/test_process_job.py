@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend import cli
 from monarch_backend._job import state_file
 from monarch_backend._job.base import Plan
 from monarch_backend._job.host_launcher import ARGUMENTS
@@ -302,3 +303,47 @@ def cached(path: Path, mark: str) -> Any:
     job = ProcessJob({"trainers": 1}, env={MARK: mark})
     job.state(30, cached_path=path)
     return pids(job)
+
+
+HELD = """
+import os, sys
+from monarch_backend.actor import Actor, endpoint
+from monarch_backend.job import Job
+
+class Trainer(Actor):
+    @endpoint
+    def step(self):
+        print("the step begins", flush=True)
+        breakpoint()
+
+if __name__ == "__main__":
+    job = Job.load(sys.argv[1])
+    job.state().trainers.spawn_procs({"gpus": 1}, name="held").spawn("trainer", Trainer).step.call_one().get()
+"""
+
+
+@pytest.mark.slow
+def test_commands_take_a_job_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("MONARCH_LOG_DIR", str(tmp_path / "logs"))
+    script = tmp_path / "held.py"
+    script.write_text(HELD)
+    with new_mark() as mark:
+        job = ProcessJob({"trainers": 1}, name="held-job", env={MARK: mark})
+        job.apply()
+        with subprocess.Popen([sys.executable, str(script), str(job.path)], stderr=subprocess.PIPE) as program:
+            try:
+                wait_until(lambda: cli.main(["debug", "held-job"]) == 0 and " in step" in capsys.readouterr().out)
+                assert cli.main(["debug", "run", "p 6 * 7", "--program", "held-job"]) == 0
+                assert "42" in capsys.readouterr().out
+                assert cli.main(["kill", "held-job", "--json"]) == 0
+                assert json.loads(capsys.readouterr().out) == {"job": "held-job", "ended_hosts": ["trainers[0]"]}
+                assert not job.path.exists() and not job.active
+                assert program.wait(30) == 1  # nothing handles the loss
+            finally:
+                program.kill()
+                job.kill()
+        assert cli.main(["logs", "held-job"]) == 0
+        assert "hosts 0 gpus 0 of held: the step begins\n" in capsys.readouterr().out

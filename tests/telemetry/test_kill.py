@@ -149,7 +149,15 @@ def test_name_of_several_programs_kills_none(
     assert running.poll() is None
 
 
-@pytest.mark.parametrize("arguments", [[], ["1", "--signal", "NOTHING"], ["1", "--signal", "999"]])
+def test_no_name_kills_nothing_and_lists_the_programs(
+    kept: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["kill"]) == 2
+    error = capsys.readouterr().err
+    assert "nothing is killed without its name" in error and str(kept.pid) in error
+
+
+@pytest.mark.parametrize("arguments", [["1", "--signal", "NOTHING"], ["1", "--signal", "999"]])
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["kill", *arguments])

@@ -57,6 +57,20 @@ def test_output_of_a_killed_program_is_shown(tmp_path: Path, capsys: pytest.Capt
     assert "gpus 1 of trainers" in capsys.readouterr().err
 
 
+def test_ended_program_is_found_by_the_name_of_its_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log_history, "_jobs", ["before"])
+    history = _history_of_a_program("loss 0.5")
+    log_history.note_job("nightly-run")
+    history.append("gpus 0", 1, 1, b"loss 0.4")
+    history.close()
+    for name in ("before", "nightly-run"):
+        assert cli.main(["logs", name]) == 0
+        assert [line.rpartition(": ")[2] for line in capsys.readouterr().out.splitlines()] == ["loss 0.5", "loss 0.4"]
+    assert cli.main(["logs", "nightly"]) == 1
+
+
 def test_ended_programs_are_listed_where_none_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
