@@ -17,17 +17,15 @@ from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.actor_event_loop import WatchedLoop, new_event_loop
 from monarch_backend._actor.execution.async_interruption import MessageKey, RunningTasks, call_soon
 from monarch_backend._actor.execution.message_queue import Job, Message, ReplyHandle
+from monarch_backend._actor.execution.open_messages import OpenMessages
 from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit, wait_post_mortem
 from monarch_backend._actor.host_ending import HostEnding
 from monarch_backend._serialization.pickling import dumps, loads
-from monarch_backend._telemetry import kinds, recorder, trace_context
-from monarch_backend._telemetry.recorder import begin_activity, end_activity
+from monarch_backend._telemetry import kinds, trace_context
 from monarch_backend._transport.local.frames import Frame, Status
 from monarch_backend._transport.local.peer import Peer
 
 log = logging.getLogger("monarch_backend")
-
-_RUNNING = int(kinds.State.RUNNING) | kinds.ASYNC_FLAG
 
 
 class Handled:
@@ -54,7 +52,7 @@ class AsyncActorRunner(ActorRunner):
         super().__init__(*args)
         self._there: asyncio.Event | None = None
         self._scheduled = False
-        self._is_cell_used = False  # the actor's cell shows a message
+        self._open = OpenMessages(self.name, self.rank, self.recording_cell)
         self._others: set[asyncio.Task[Any]] = set()
         self._last: list[BaseException | None] = []  # arguments of pending __cleanup__ calls
         self._main_task: asyncio.Task[Any] | None = None
@@ -63,7 +61,7 @@ class AsyncActorRunner(ActorRunner):
     # ---- from any thread
 
     def is_busy(self) -> bool:
-        return self._is_cell_used
+        return self._open.is_cell_used
 
     def put(self, item: Message | Job) -> None:
         super().put(item)
@@ -143,7 +141,7 @@ class AsyncActorRunner(ActorRunner):
                 item = self.inbox.popleft()
             except IndexError:
                 continue
-            if self._is_cell_used:  # by a concurrent message
+            if self._open.is_cell_used:  # by a concurrent message
                 self._show_queue()
             if isinstance(item, tuple):
                 await self._execute_async(item)
@@ -190,17 +188,9 @@ class AsyncActorRunner(ActorRunner):
         context.message.set((frame.rank, extent))
         if called.trace:
             trace_context.enter_message(called.trace, frame.ref, peer.identity)
-        # One message at a time is shown in the actor's cell, as of a plain actor. Others have cells of their own.
-        cell, is_own = self.recording_cell, not self._is_cell_used
-        if is_own:
-            self._is_cell_used = True
-        else:
-            cell = recorder.take_cell(kinds.Kind.MESSAGE, self.name, self.rank)
+        number = self._endpoint_number(called.method)
+        opened = self._open.begin(number, frame, peer.identity, len(self.inbox))
         status = kinds.Status.OK
-        begin_activity(
-            cell, _RUNNING, self._endpoint_number(called.method), frame.ref, len(self.inbox),
-            len(frame.body), peer.identity,
-        )  # fmt: skip
         try:
             if self._waits_at_errors:
                 await self._call_async_post_mortem(called.method, called.plain, frame, peer, answer)
@@ -221,11 +211,7 @@ class AsyncActorRunner(ActorRunner):
             status = kinds.Status.ERROR
             self._raised(error, answer)
         finally:
-            end_activity(cell, int(status))
-            if is_own:
-                self._is_cell_used = False
-            else:
-                recorder.release_cell(cell)
+            self._open.end(opened, int(status))
 
     async def _call_async_post_mortem(self, *args: Any) -> None:
         try:
