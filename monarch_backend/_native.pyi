@@ -732,6 +732,12 @@ def begin_activity(
 def note_queue(cell: int, waiting: int, /) -> None:
     """Show in a cell how many messages wait behind the one that it shows. Any thread may call it."""
 
+def note_arrival(cell: int, waiting: int, name: int, detail: int, reference: int, value: int, trace: int, /) -> None:
+    """Show in a cell how many messages wait, and append the event of the last one. Any thread may call it."""
+
+def count_ended(cell: int, /) -> None:
+    """Count one more activity of a cell as ended, on the thread that changes the cell."""
+
 def end_activity(cell: int, status: int, /) -> None:
     """Append the event of what the cell shows, and make the cell idle."""
 

@@ -39,7 +39,9 @@ enum class Kind : std::uint16_t {
   step = 13,
   connection = 14,
   host = 15,
-  link = 16,  // the span of another program in which a message was sent
+  queue = 16,
+  failure = 17,
+  link = 18,  // the span of another program in which a message was sent
 };
 
 // Routes of collectives. _telemetry/payloads.py has all of them, with their names.
@@ -72,7 +74,7 @@ struct Cell {
   std::uint32_t name;
   std::uint32_t detail;
   std::uint64_t since_ns;
-  std::uint64_t count;      // activities that this cell has seen end
+  std::uint64_t count;      // activities that have ended; of an actor, in its first cell
   std::uint64_t reference;
   std::uint64_t value;
   std::uint32_t waiting;    // messages in the queue; of a collective: its payload

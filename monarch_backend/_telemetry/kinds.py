@@ -52,7 +52,7 @@ class Kind(NamedNumber):
     STEP = 13
     CONNECTION = 14
     HOST = 15
-    LINK = 16
+    LINK = 18
 
 
 class State(NamedNumber):

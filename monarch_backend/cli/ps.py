@@ -91,7 +91,7 @@ def as_text(program: Program, others: Iterable[Program] = ()) -> str:
     for process in program.processes:
         indent = "" if process.parent == 0 else "  "
         lines.append(f"{indent}{_process_line(process, program)}")
-        lines += [f"{indent}    {_activity_line(activity, runs)}" for activity in process.activities]
+        lines += [f"{indent}    {_activity_line(activity, runs)}" for activity in actors_joined(process.activities)]
     lines += [f"  {_starting_line(each)}" for each in program.starting]
     return "\n".join([*lines, *findings(program)])
 
@@ -100,6 +100,30 @@ def _starting_line(process: dict[str, Any]) -> str:
     """Return the line of a process that is being started, and maybe is not made yet."""
     made = "no process yet" if process["pid"] is None else f"pid {process['pid']}"
     return f"{process['label']} ({made}, {process['state']} for {duration(process['seconds'])})"
+
+
+def actors_joined(activities: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return activities with the messages of each actor together, the oldest first.
+
+    It has the actor's counts. Further messages that run have None as ``ended``, and idle cells are left out.
+
+    >>> cell = {"kind": "message", "name": "a", "rank": 0, "state": "idle", "seconds": 1, "ended": 7, "queue": 0}
+    >>> running = [cell | {"state": "running", "seconds": age, "ended": 0, "queue": age} for age in (2, 3)]
+    >>> [(each["seconds"], each["ended"], each["queue"]) for each in actors_joined([cell, *running])]
+    [(3, 7, 5), (2, None, 0)]
+    """
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for number, each in enumerate(activities):
+        key = (each["name"], each["rank"]) if each["kind"] == "message" else number
+        groups.setdefault(key, []).append(each)
+    found: list[dict[str, Any]] = []
+    for cells in groups.values():
+        busy = sorted((each for each in cells if each["state"] != "idle"), key=lambda each: -each["seconds"])
+        first, *others = busy or cells[:1]
+        if len(cells) > 1:
+            first = {**first, **{count: sum(each[count] for each in cells) for count in ("ended", "queue")}}
+        found += [first, *({**each, "ended": None, "queue": 0} for each in others)]
+    return found
 
 
 def findings(program: Program) -> list[str]:
@@ -177,7 +201,8 @@ def _activity_line(activity: dict[str, object], runs: dict[str, set[int]]) -> st
     if activity["detail"]:
         text += f" {activity['detail']}"
     text += " after" if activity["state"] == "lost" else " for"
-    text += f" {seconds}, {activity['ended']} done"
+    text += f" {seconds}"
+    text += f", {activity['ended']} done" if activity["ended"] is not None else ""
     text += f", {activity['queue']} in the queue" if activity["queue"] else ""
     text += f", {activity['place']}" if activity.get("place") else ""
     return f"{text}, waits for {activity['awaits']}" if activity.get("awaits") else text

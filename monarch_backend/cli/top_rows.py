@@ -69,7 +69,7 @@ def _of_program(
         below = depth + (process.parent != 0)
         key = f"{program.host}\n{program.pid}\n{process.pid}\n{process.label}"
         yield row(key, below, _of_process(program, process, rates.get((program.host, process.pid)), below), process)
-        for each in process.activities:
+        for each in ps.actors_joined(process.activities):
             of_activity = f"{key}\n{each['kind']}\n{each['name']}\n{each['rank']}"
             yield row(of_activity, below + 1, _of_activity(each, runs, below + 1), process)
     yield from _starting(program, depth + 1)
@@ -112,7 +112,7 @@ def _of_activity(activity: dict[str, Any], runs: dict[str, set[int]], depth: int
         name = activity["name"]
     return _cells(
         name, depth, STATE=state, ENDPOINT=what, FOR=ps.duration(seconds) if state or what else "",
-        QUEUE=str(activity["queue"] or ""), DONE="" if kind == "wait" else str(activity["ended"]),
+        QUEUE=str(activity["queue"] or ""), DONE="" if kind == "wait" or activity["ended"] is None else str(activity["ended"]),
     )  # fmt: skip
 
 

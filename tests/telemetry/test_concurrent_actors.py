@@ -12,10 +12,13 @@ import pytest
 
 from monarch_backend._core import platform
 from monarch_backend._native import recording_layout
-from monarch_backend.actor import Actor, ActorError, ProcMesh, concurrent_endpoint
+from monarch_backend._telemetry import programs
+from monarch_backend.actor import Actor, ActorError, ProcMesh, concurrent_endpoint, endpoint
+from monarch_backend.cli import ps
 from monarch_backend.telemetry import query
 from tests.actor.actors import running
 from tests.actor.support import PATIENCE
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
 
@@ -26,6 +29,11 @@ MANY = recording_layout["cell_count"] + 16
 class Concurrent(Actor):
     @concurrent_endpoint
     async def wait_for(self, path: str) -> None:
+        while not Path(path).exists():
+            await asyncio.sleep(0.01)
+
+    @endpoint
+    async def hold(self, path: str) -> None:
         while not Path(path).exists():
             await asyncio.sleep(0.01)
 
@@ -46,6 +54,18 @@ def _messages(actor: str) -> Counter[tuple[str, str]]:
     return Counter((endpoint, status) for endpoint, status, name in rows if name == actor)
 
 
+def _counts(actor: str) -> tuple[int, int, int]:
+    """Return how many messages run, have ended and wait, in all cells of an actor."""
+    rows = query("select name, state != 'idle', ended, queue from activities", str(os.getpid())).rows
+    running, ended, queue = zip(*(row[1:] for row in rows if row[0] == actor), strict=True)
+    return sum(running), sum(ended), sum(queue)
+
+
+def _lines(actor: str) -> list[str]:
+    text = ps.as_text(programs.select(str(os.getpid()))[0])
+    return [line.strip() for line in text.splitlines() if line.strip().startswith(f"{actor} rank 0: ")]
+
+
 def test_messages_without_a_cell_are_recorded_with_their_ends(procs: ProcMesh, tmp_path: Path) -> None:
     actor = procs.spawn("many", Concurrent)
     waits = [actor.wait_for.call_one(str(tmp_path / "go")) for _ in range(MANY)]
@@ -63,4 +83,42 @@ def test_messages_without_a_cell_are_recorded_with_their_ends(procs: ProcMesh, t
     ).rows
     assert bytes_of_one > 0
     assert shortest > 0
+    actor.stop().get(PATIENCE)
+
+
+def test_done_messages_of_a_concurrent_actor_are_counted_once(procs: ProcMesh, tmp_path: Path) -> None:
+    actor = procs.spawn("counted", Concurrent)
+    actor.fail.call_one().exception(PATIENCE)
+    waits = [actor.wait_for.call_one(str(tmp_path / "go")) for _ in range(MANY)]
+    for _ in range(3):
+        actor.fail.call_one().exception(PATIENCE)
+    wait_until(lambda: _counts("counted")[1:] == (4, 0), PATIENCE)
+    first, *others = _lines("counted")
+    assert first.endswith(", 4 done")
+    assert len(others) > 1
+    assert not any("done" in line for line in others)
+    (tmp_path / "go").touch()
+    for each in waits:
+        each.get(PATIENCE)
+    wait_until(lambda: _counts("counted") == (0, MANY + 4, 0), PATIENCE)
+    [line] = _lines("counted")
+    assert line.endswith(f", {MANY + 4} done")
+    actor.stop().get(PATIENCE)
+
+
+def test_queue_behind_several_open_messages_is_shown_once(procs: ProcMesh, tmp_path: Path) -> None:
+    actor = procs.spawn("queued", Concurrent)
+    waits = [actor.wait_for.call_one(str(tmp_path / "wait")) for _ in range(3)]
+    held = [actor.hold.call_one(str(tmp_path / "hold")) for _ in range(6)]
+    wait_until(lambda: _counts("queued") == (4, 0, 5), PATIENCE)
+    assert _lines("queued")[0].endswith(", 0 done, 5 in the queue")
+    (tmp_path / "wait").touch()
+    for each in waits:
+        each.get(PATIENCE)
+    wait_until(lambda: _counts("queued") == (1, 3, 5), PATIENCE)
+    [line] = _lines("queued")
+    assert line.endswith(", 3 done, 5 in the queue")
+    (tmp_path / "hold").touch()
+    for each in held:
+        each.get(PATIENCE)
     actor.stop().get(PATIENCE)

@@ -558,7 +558,7 @@ def test_async_endpoint_has_one_line_in_ps_with_its_place(tmp_path: Path, capsys
             lambda: "in load (await self.opened.wait()" in (cli.main(["ps", str(pid)]), capsys.readouterr())[1].out
         )
     assert re.fullmatch(
-        rf"w0 rank 0: running ask for .*, 2 done, at {tmp_path}/waits\.py:{_async_line('B')} in ask "
+        rf"w0 rank 0: running ask for .*, 1 done, at {tmp_path}/waits\.py:{_async_line('B')} in ask "
         r"\(await other\.wait\.call_one\(\)  # line B\), waits for w1\.wait",
         line,
     )

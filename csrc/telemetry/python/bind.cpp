@@ -65,13 +65,47 @@ PyObject* begin_activity(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// note_queue(cell, waiting): from any thread. Only this field changes, so readers see the rest of the cell as it is.
+// Show the length of a queue in a cell, from any thread. Only this field changes, so readers see the rest as it is.
+void show_queue(Cell* cell, std::uint32_t waiting) {
+  // An actor that has ended meanwhile has released its cell.
+  if (owns(cell) && cell->kind == static_cast<std::uint16_t>(Kind::message)) __atomic_store_n(&cell->waiting, waiting, __ATOMIC_RELAXED);
+}
+
+// note_queue(cell, waiting): from any thread.
 PyObject* note_queue(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!has(count, 2, "note_queue")) return nullptr;
   auto* const cell = reinterpret_cast<Cell*>(integer(args[0]));
-  // An actor that has ended meanwhile has released its cell.
-  if (owns(cell) && cell->kind == static_cast<std::uint16_t>(Kind::message)) __atomic_store_n(&cell->waiting, static_cast<std::uint32_t>(integer(args[1])), __ATOMIC_RELAXED);
+  const auto waiting = static_cast<std::uint32_t>(integer(args[1]));
   if (PyErr_Occurred()) return nullptr;
+  show_queue(cell, waiting);
+  Py_RETURN_NONE;
+}
+
+// note_arrival(cell, waiting, name, detail, reference, value, trace): note_queue, and an event of the message that waits.
+PyObject* note_arrival(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!has(count, 7, "note_arrival")) return nullptr;
+  if (!is_recording()) Py_RETURN_NONE;
+  auto* const cell = reinterpret_cast<Cell*>(integer(args[0]));
+  const auto waiting = static_cast<std::uint32_t>(integer(args[1]));
+  const Entry entry{.kind = Kind::queue,
+                    .name = static_cast<std::uint32_t>(integer(args[2])),
+                    .detail = static_cast<std::uint32_t>(integer(args[3])),
+                    .end_ns = now_ns(),
+                    .reference = integer(args[4]),
+                    .value = integer(args[5]),
+                    .trace = integer(args[6])};
+  if (PyErr_Occurred()) return nullptr;
+  show_queue(cell, waiting);
+  record(entry);
+  Py_RETURN_NONE;
+}
+
+// count_ended(cell): count an activity that ended elsewhere. On the thread that changes the cell.
+PyObject* count_ended(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!has(count, 1, "count_ended")) return nullptr;
+  auto* const cell = reinterpret_cast<Cell*>(integer(args[0]));
+  if (PyErr_Occurred()) return nullptr;
+  if (owns(cell)) update(*cell, [](Cell& fields) { ++fields.count; });
   Py_RETURN_NONE;
 }
 
@@ -111,6 +145,10 @@ PyMethodDef functions[] = {
      "begin_activity(cell, state, detail, reference, waiting, value, trace, since_ns=now): show in the cell what goes on."},
     {"note_queue", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(note_queue)), METH_FASTCALL,
      "note_queue(cell, waiting): show how many messages wait behind the one that the cell shows."},
+    {"note_arrival", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(note_arrival)), METH_FASTCALL,
+     "note_arrival(cell, waiting, name, detail, reference, value, trace): note_queue, and the event of a message that waits."},
+    {"count_ended", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(count_ended)), METH_FASTCALL,
+     "count_ended(cell): count one more activity as ended."},
     {"end_activity", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(end_activity)), METH_FASTCALL,
      "end_activity(cell, status): append the event of what the cell shows, and make the cell idle."},
     {nullptr, nullptr, 0, nullptr}};

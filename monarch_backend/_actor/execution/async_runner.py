@@ -61,7 +61,11 @@ class AsyncActorRunner(ActorRunner):
     # ---- from any thread
 
     def is_busy(self) -> bool:
-        return self._open.is_cell_used
+        return self._scheduled or bool(self.code.tasks) or super().is_busy()
+
+    @property
+    def queue_cell(self) -> int:
+        return self._open.queue_cell
 
     def put(self, item: Message | Job) -> None:
         super().put(item)
@@ -141,7 +145,7 @@ class AsyncActorRunner(ActorRunner):
                 item = self.inbox.popleft()
             except IndexError:
                 continue
-            if self._open.is_cell_used:  # by a concurrent message
+            if self.code.tasks:  # of a concurrent message
                 self._show_queue()
             if isinstance(item, tuple):
                 await self._execute_async(item)
@@ -211,7 +215,7 @@ class AsyncActorRunner(ActorRunner):
             status = kinds.Status.ERROR
             self._raised(error, answer)
         finally:
-            self._open.end(opened, int(status))
+            self._open.end(opened, int(status), len(self.inbox))
 
     async def _call_async_post_mortem(self, *args: Any) -> None:
         try:

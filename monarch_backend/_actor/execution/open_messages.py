@@ -2,6 +2,8 @@
 
 The first one is shown in the actor's own cell, as of a plain actor. Others get cells of their own, while there are any.
 The end of each one is an event, also of those without a cell.
+
+The actor's own cell counts all of them. The oldest one that a cell shows also shows the length of the queue.
 """
 
 from __future__ import annotations
@@ -25,25 +27,34 @@ class OpenMessage:
 
 
 class OpenMessages:
-    """The open messages of one actor. Methods run on its thread unless stated."""
+    """The open messages of one actor. Methods run on its thread.
+
+    ``queue_cell`` is the cell that shows the queue, which other threads read.
+    """
 
     def __init__(self, name: str, rank: int, cell: int) -> None:
         self._name, self._rank, self._cell = name, rank, cell
-        self.is_cell_used = False  # the actor's cell shows a message
+        self._cells: dict[int, None] = {}  # of open messages, oldest first
+        self.queue_cell = cell
 
     def begin(self, number: int, frame: Frame, sender: int, queued: int) -> OpenMessage:
         """Record the start of a message. ``number`` is that of the endpoint's name, ``sender`` an identity."""
-        if self.is_cell_used:
+        cells, cell = self._cells, self._cell
+        if cell in cells:
             cell = recorder.take_cell(_MESSAGE, self._name, self._rank)
+        if cells:
+            queued = 0  # the oldest one shows it
         else:
-            cell, self.is_cell_used = self._cell, True
+            self.queue_cell = cell
         message = OpenMessage(cell, number, frame, sender)
         begin_activity(cell, _RUNNING, number, frame.ref, queued, len(frame.body), sender)
-        if not cell and recorder.is_recording():
+        if cell:
+            cells[cell] = None
+        elif recorder.is_recording():
             message.start_ns = recorder.monotonic_ns()
         return message
 
-    def end(self, message: OpenMessage, status: int) -> None:
+    def end(self, message: OpenMessage, status: int, queued: int) -> None:
         """Record the end of a message."""
         cell, frame = message.cell, message.frame
         if message.start_ns:
@@ -51,9 +62,13 @@ class OpenMessages:
                 _MESSAGE, status, recorder.name_number(self._name), message.number, message.start_ns, frame.ref,
                 len(frame.body), message.sender,
             )  # fmt: skip
-        else:
+        elif cell:
             end_activity(cell, status)
-        if cell == self._cell:
-            self.is_cell_used = False
-        else:
+            del self._cells[cell]
+            if cell == self.queue_cell:
+                self.queue_cell = next(iter(self._cells), self._cell)
+                if self._cells:
+                    recorder.note_queue(self.queue_cell, queued)
+        if cell != self._cell:
             recorder.release_cell(cell)
+            recorder.count_ended(self._cell)

@@ -46,12 +46,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("monarch_backend")
 
-_CONSTRUCTING, _RUNNING = int(kinds.State.CONSTRUCTING), int(kinds.State.RUNNING)
+_IDLE, _CONSTRUCTING, _RUNNING = map(int, (kinds.State.IDLE, kinds.State.CONSTRUCTING, kinds.State.RUNNING))
 _OK, _ERROR, _CANCELLED = int(kinds.Status.OK), int(kinds.Status.ERROR), int(kinds.Status.CANCELLED)
 _ENDED = int(kinds.Status.ABORTED)
-
-MAX_EXACT_QUEUE = 8
-"""Length up to which each message that arrives behind a running one updates the shown length of the queue."""
 
 CLEANUP_TIMEOUT_S = 10.0
 """Seconds that an ending process waits for ``__cleanup__``."""
@@ -162,14 +159,18 @@ class ActorRunner:
             release(self)
 
     def is_busy(self) -> bool:
-        """Return whether a message runs."""
+        """Return whether a message runs, or the constructor."""
         return self.code.running is not None
 
+    @property
+    def queue_cell(self) -> int:
+        """The cell that shows the length of the queue."""
+        return self.recording_cell
+
     def _show_queue(self) -> None:
-        """Show the length of the queue, as the start of the running message did. Of a long one, show powers of 2."""
-        length = len(self.inbox)
-        if length <= MAX_EXACT_QUEUE or not length & (length - 1):
-            recorder.note_queue(self.recording_cell, length)
+        """Show the length of the queue, as the start of the running message did."""
+        length = len(self.inbox)  # before the cell is looked up: the actor's thread may release it meanwhile
+        recorder.note_queue(self.queue_cell, length)
 
     def take_over(self, former: ActorRunner) -> None:
         """Succeed the former runner of this rank: take its messages once it has ended."""
@@ -288,7 +289,7 @@ class ActorRunner:
 
     def construct(self) -> bool:
         """Construct the instance. Return False if that failed, which is reported to the owner."""
-        code = self.code
+        code, start = self.code, recorder.monotonic_ns()
         begin_activity(self.recording_cell, _CONSTRUCTING, recorder.name_number("__init__"), 0, 0, 0, 0)
         code.running = CONSTRUCTOR
         try:
@@ -308,7 +309,8 @@ class ActorRunner:
                 self._die_aborted()
             return False
         self.instance = instance
-        end_activity(self.recording_cell, _OK)
+        begin_activity(self.recording_cell, _IDLE, 0, 0, 0, 0, 0)  # it is no message, so the cell does not count it
+        recorder.event(kinds.Kind.MESSAGE, self.name, "__init__", start_ns=start)
         code.what = "its running message"
         self.program.router.tell(self.owner, Constructed(self.actor, self.rank, self.generation))
         return True
