@@ -11,8 +11,8 @@ import contextlib
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from monarch_backend._telemetry import duckdb_engine, stragglers
 from monarch_backend._telemetry.kinds import Kind
@@ -25,12 +25,12 @@ ACTORS = frozenset({Kind.MESSAGE, Kind.ACTOR})
 _ALL = frozenset(Kind)
 
 KINDS: dict[str, frozenset[Kind]] = {
-    "actors": ACTORS,
+    "actors": ACTORS | {Kind.MESH},
     "actor_status_events": ACTORS,
     "meshes": ACTORS | {Kind.MESH},
     "messages": ACTORS | {Kind.SENT},
     "message_status_events": ACTORS | {Kind.SENT},
-    "sent_messages": ACTORS | {Kind.SENT},
+    "sent_messages": ACTORS | {Kind.SENT, Kind.MESH},
     "spans": ACTORS | {Kind.SPAN},
     "span_events": frozenset({Kind.SPAN}),
     "events": _ALL,
@@ -60,24 +60,26 @@ _READS = sqlite3.SQLITE_SELECT, sqlite3.SQLITE_FUNCTION
 class _Rows:
     """How rows of a table follow from events: one of ``kind`` each, or of any kind.
 
-    ``of_actors`` are columns that also need all events of `ACTORS`. ``of_others`` need events of other processes,
+    ``needs`` has columns that also need all events of some kinds. ``of_others`` need events of other processes,
     ``of_earlier`` earlier ones of the same process.
     """
 
     kind: Kind | None
     pid: str = "pid"
-    of_actors: frozenset[str] = frozenset()
+    needs: Mapping[str, frozenset[Kind]] = field(default_factory=dict)
     of_others: frozenset[str] = frozenset()
     of_earlier: frozenset[str] = frozenset()
 
 
 _ROWS = {
     "messages": _Rows(Kind.MESSAGE, "to_pid", of_others=frozenset({"from_actor_id", "queued_us"})),
-    "sent_messages": _Rows(Kind.SENT, of_actors=frozenset({"sender_actor_id", "actor_mesh_id", "handled"})),
+    "sent_messages": _Rows(Kind.SENT, needs={
+        "sender_actor_id": ACTORS, "actor_mesh_id": ACTORS | {Kind.MESH}, "handled": ACTORS,
+    }),
     "spans": _Rows(
-        Kind.SPAN, of_actors=frozenset({"thread_name", "actor_id"}), of_earlier=frozenset({"parent_id"})
+        Kind.SPAN, needs={"thread_name": ACTORS, "actor_id": ACTORS}, of_earlier=frozenset({"parent_id"})
     ),
-    "events": _Rows(None, of_actors=frozenset({"thread_name"})),
+    "events": _Rows(None, needs={"thread_name": ACTORS}),
     "metrics": _Rows(Kind.METRIC),
     "collectives": _Rows(Kind.COLLECTIVE),
     "steps": _Rows(Kind.STEP),
@@ -174,7 +176,7 @@ def _narrowed(
     rows = _ROWS[table]
     if columns & rows.of_others:
         return everything
-    always = ACTORS if columns & rows.of_actors else frozenset[Kind]()
+    always = frozenset[Kind]().union(*(kinds for column, kinds in rows.needs.items() if column in columns))
     kinds = everything.kinds if rows.kind is None else frozenset({rows.kind})
     since, pids = 0, everything.pids
     for name, operator, constant in conditions:

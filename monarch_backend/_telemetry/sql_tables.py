@@ -28,12 +28,12 @@ from monarch_backend._telemetry.program_recording import (
 from monarch_backend._telemetry.programs import ENDED, Process, Program, activity_state
 from monarch_backend._telemetry.rank_states import exit_text
 from monarch_backend._telemetry.reader import Activity, RecordedEvent, RecordedProcess
+from monarch_backend._telemetry.recorded_meshes import RecordedMesh, RecordedMeshes
 from monarch_backend._telemetry.stacks import Stacks
 from monarch_backend._telemetry.subject import Subject, ThisMachine
 from monarch_backend._telemetry.transfer_ends import EndsOfTransfers
 
 Row = tuple[Any, ...]
-Key = tuple[str, int]  # of a program: its host and pid
 
 COLUMNS = {
     "actors": (
@@ -114,10 +114,7 @@ class Tables:
                 ((process, name) for process in recording.processes for name in process.rank_of_actor), 1
             )
         }
-        names = dict.fromkeys(
-            (process.program.key, name) for process in recording.processes for name in process.rank_of_actor
-        )
-        self._mesh_ids = {key: number for number, key in enumerate(names, 1)}
+        self._meshes = RecordedMeshes(recording)
         self._senders = recording.senders()
         self._identities = recording.by_identity()
 
@@ -195,7 +192,7 @@ class Tables:
             for name, rank in process.rank_of_actor.items():
                 actor, start = self._actor_ids[id(process), name], started.get((id(process), name))
                 yield (
-                    actor, None if start is None else self._wall(start), self._mesh_ids[process.program.key, name],
+                    actor, None if start is None else self._wall(start), self._meshes.of_actor(process, name).id,
                     rank, f"{name}[{'' if rank is None else rank}]", name, statuses.get(actor), handled[actor],
                     process.pid, process.label,
                 )  # fmt: skip
@@ -226,40 +223,16 @@ class Tables:
             yield number, self._wall(at), actor, status, reason
 
     def _meshes_rows(self) -> Iterator[Row]:
-        actors = dict[tuple[Key, str], tuple[int, dict[str, Any]]]()
-        procs = dict[tuple[Key, str], tuple[int, dict[str, Any]]]()
-        for process, event in self._events(Kind.MESH):
-            about = _object(event.detail)
-            if event.detail and not about:  # a later event of its life, such as "ready"
-                continue
-            meshes = actors if "procs" in about else procs
-            meshes[process.program.key, event.name] = event.end_ns, about
-        ids = dict(self._mesh_ids)
-        for key in actors:
-            ids.setdefault(key, len(ids) + 1)
-        proc_ids = {key: number for number, key in enumerate(procs, len(ids) + 1)}
-        seen = Counter(
-            (process.program.key, name) for process in self._recording.processes for name in process.rank_of_actor
-        )
-        for (program, name), number in ids.items():
-            at, about = actors.get((program, name), (None, {}))
-            parent = str(about["procs"]) if "procs" in about else None
-            yield self._mesh(
-                number, at, about, program, name, parent, proc_ids.get((program, parent or "")), seen[program, name]
-            )
-        for (program, name), number in proc_ids.items():
-            at, about = procs[program, name]
-            yield self._mesh(number, at, about, program, name, None, None, None)
-
-    def _mesh(
-        self, number: int, at: int | None, about: dict[str, Any], program: Key, name: str, parent: str | None,
-        parent_id: int | None, seen: int | None,
-    ) -> Row:  # fmt: skip
-        return (
-            number, None if at is None else self._wall(at), about.get("class"), name,
-            name if parent is None else f"{parent}/{name}", json.dumps(about["sizes"]) if "sizes" in about else None,
-            parent_id, None, seen, program[1],
-        )  # fmt: skip
+        meshes = [(each, each.actors_seen) for each in self._meshes.of_actors]
+        for each, seen in [*meshes, *((each, None) for each in self._meshes.of_processes)]:
+            about = each.about or {}
+            yield (
+                each.id, None if each.made_ns is None else self._wall(each.made_ns), about.get("class"), each.name,
+                f"{each.procs}/{each.name}" if each.procs else each.name,
+                json.dumps(about["sizes"]) if "sizes" in about else None,
+                each.parent.id if each.parent else None, None,
+                seen, each.program.pid,
+            )  # fmt: skip
 
     # ---- messages
 
@@ -302,12 +275,19 @@ class Tables:
             yield number, (at + offset) // 1000, message, status
 
     def _sent_messages_rows(self) -> Iterator[Row]:
-        handled = Counter((each.what.trace, each.what.reference) for each in self._all_messages())
+        handled = Counter[tuple[int, int]]()
+        receivers = dict[tuple[int, int], RecordedMesh | None]()
+        for each in self._all_messages():
+            call = each.what.trace, each.what.reference
+            handled[call] += 1
+            if call[1] and call not in receivers and each.actor in each.process.rank_of_actor:
+                receivers[call] = self._meshes.of_actor(each.process, each.actor)
         for number, (process, event) in enumerate(self._events(Kind.SENT), 1):
             call = process.recorded.identity, event.reference
+            mesh = receivers.get(call) or self._meshes.of_receivers(process, event.name)
             yield (
                 number, self._wall(event.end_ns), self._actor_of_thread(process, event.thread),
-                self._mesh_ids.get((process.program.key, event.name)), None, None, event.name, event.detail,
+                mesh.id if mesh else None, None, None, event.name, event.detail,
                 _signed(event.value), event.reference or None, handled[call] if event.reference else None,
                 process.pid, process.label,
             )  # fmt: skip
@@ -474,11 +454,3 @@ def _signed(number: int) -> int:
 
 def _identity(number: int) -> str | None:
     return f"{number:x}" if number else None
-
-
-def _object(detail: str) -> dict[str, Any]:
-    try:
-        found = json.loads(detail)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
