@@ -257,7 +257,7 @@ QUERIES = {
     "which processes work": "select process, name, detail from activities where state = 'running'",
     "slowest endpoints": "select endpoint, count(*), max(duration_us) from messages group by 1 order by 3 desc",
     "messages of a process": "select * from messages where to_pid = (select max(pid) from processes)",
-    "messages that failed": "select actor, rank, endpoint from messages where status = 'error' limit 10",
+    "messages that failed": "select actor, rank, endpoint from messages where status = 'failed' limit 10",
     "times of each message's states": "select status, count(*) from message_status_events group by 1",
     "messages and their actors": (
         "select full_name, count(*) from messages join actors on actors.id = to_actor_id group by 1"

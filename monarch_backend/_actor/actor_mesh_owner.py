@@ -123,7 +123,7 @@ class ActorMeshOwner:
         siblings.append(core)
         if procs._core.owned is not None:
             procs._core.owned.actors.append(core)
-        recorder.mesh(name, cls.__qualname__, core.extent, core.actor, procs=procs._core.name)
+        recorder.mesh(name, cls.__qualname__, core.extent, core.actor, procs=procs._core.name, shape=procs._shape)
         for rank in range(len(core.bases)):
             self.construct(core, rank)
         return ActorMesh(core)

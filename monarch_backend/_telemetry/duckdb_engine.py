@@ -40,8 +40,8 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
 _READS = {"SELECT", "MULTI", "EXPLAIN"}  # MULTI is a PIVOT
 _INTEGERS = {
     "actors_seen", "bytes", "call", "depth", "ended", "events", "exit_code", "handled", "id", "is_slow", "line",
-    "memory_bytes", "messages", "number", "overwritten_events", "pid", "queue", "rank", "ranks", "reference",
-    "restarts", "steps", "events.status", "activities.value",
+    "memory_bytes", "messages", "number", "overwritten_events", "parent_span", "pid", "port_index", "queue", "rank",
+    "ranks", "reference", "restarts", "steps", "events.status", "activities.value",
 }  # fmt: skip
 _REALS = {"cpu_s", "factor", "total", "value"}
 
@@ -68,7 +68,8 @@ def constant(expression: str) -> object:
 
 def column_type(table: str, column: str) -> str:
     """Return the type of a column. SQLite's columns have none."""
-    if {column, f"{table}.{column}"} & _INTEGERS or column.endswith(("_id", "_pid", "_us")):
+    is_number = column.endswith(("_id", "_pid", "_us")) and column != "thread_id"  # a text in Monarch
+    if is_number or {column, f"{table}.{column}"} & _INTEGERS:
         return "BIGINT"
     return "DOUBLE" if column in _REALS else "VARCHAR"
 

@@ -6,6 +6,7 @@ The process that spawns a mesh records it. Its actors may run in other programs:
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.labels import mesh_of
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording
 from monarch_backend._telemetry.programs import Program
+from monarch_backend._telemetry.recorder import row_major
+
+_WHOLE = object()
+"""View of a mesh whose event has none: all ranks, or the first ones, in order."""
 
 
 @dataclass(eq=False)
@@ -33,6 +38,49 @@ class RecordedMesh:
     id: int = 0
     actors_seen: int = 0
     parent: RecordedMesh | None = None
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        found = (self.about or {}).get("sizes")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, 0 if it is unknown."""
+        return math.prod(self._sizes.values()) if self._sizes else 0
+
+    @property
+    def of_class(self) -> str | None:
+        """Class as Monarch has it: "Proc" for a mesh of processes, ``Python<Trainer>`` for one of actors."""
+        name = (self.about or {}).get("class")
+        if self.procs is None:
+            return "Proc" if name else None
+        return f"Python<{_last(name)}>" if name else None
+
+    @property
+    def shape_json(self) -> str | None:
+        """Names and sizes of the dimensions, as JSON."""
+        sizes = self._sizes
+        return json.dumps({"inner": {"labels": list(sizes), "sizes": list(sizes.values())}}) if sizes else None
+
+    @property
+    def region_json(self) -> str | None:
+        """Selected ranks of the processes: a slice with names of its dimensions, as JSON. None if it is no slice."""
+        sizes, view = self._sizes, (self.about or {}).get("view", _WHOLE)
+        if not sizes or view is None:
+            return None
+        offset, strides = view if view is not _WHOLE else (0, row_major(sizes.values()))
+        of_slice = {"offset": offset, "sizes": list(sizes.values()), "strides": list(strides)}
+        return json.dumps({"labels": list(sizes), "slice": of_slice})
+
+    def display_name(self, rank: int | None) -> str | None:
+        """Return the text for an actor of this rank, such as ``<Trainer trainers{'gpus': 1/2}>``."""
+        name, sizes = (self.about or {}).get("class"), self._sizes
+        if not name or rank is None or not 0 <= rank < self.size:
+            return None
+        steps = zip(sizes.items(), row_major(sizes.values()), strict=True)
+        at = [f"'{label}': {rank // step % size}/{size}" for (label, size), step in steps]
+        return f"<{name} {self.name}{{{', '.join(at)}}}>"
 
 
 class RecordedMeshes:
@@ -120,6 +168,10 @@ def _only(
             break
         found = [each for each in found if condition(each)] or found
     return found[0] if len(found) == 1 else None
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _object(detail: str) -> dict[str, Any]:

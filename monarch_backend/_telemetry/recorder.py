@@ -6,12 +6,14 @@ Recording starts with `start`. In the main program it starts with its first proc
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import operator
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from monarch_backend import _native
@@ -163,13 +165,28 @@ def event(
         record_event(int(kind), status, name_number(name), name_number(detail), start_ns, reference, value, trace)
 
 
-def mesh(name: str, kind: str, extent: Any, reference: int = 0, procs: str = "") -> None:
-    """Record a new mesh: its class, its dimensions, and for actors the name of the mesh of their processes."""
+def mesh(name: str, kind: str, extent: Any, reference: int = 0, procs: str = "", shape: Any = None) -> None:
+    """Record a new mesh: its class and its dimensions.
+
+    Of actors also the name of the mesh of their processes, and with ``shape`` which of these they are on.
+    """
     if is_recording():
         about = {"class": kind, "sizes": dict(zip(extent.labels, extent.sizes, strict=True))}
         if procs:
             about["procs"] = procs
+        if shape is not None and (shape.offset, shape.strides) != (0, row_major(extent.sizes)):
+            about["view"] = shape.strides and (shape.offset, shape.strides)
         event(Kind.MESH, name, json.dumps(about, separators=(",", ":")), reference=reference)
+
+
+def row_major(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return the strides of a mesh of these sizes: the ranks between neighbors in each dimension.
+
+    >>> row_major((2, 3, 4))
+    (12, 4, 1)
+    """
+    steps = list(itertools.accumulate(reversed(tuple(sizes)), operator.mul, initial=1))
+    return tuple(reversed(steps[:-1]))
 
 
 def process_group(name: str, ranks: Sequence[int]) -> None:

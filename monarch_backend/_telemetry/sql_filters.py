@@ -79,7 +79,7 @@ _ROWS = {
     "spans": _Rows(
         Kind.SPAN, needs={"thread_name": ACTORS, "actor_id": ACTORS}, of_earlier=frozenset({"parent_id"})
     ),
-    "events": _Rows(None, needs={"thread_name": ACTORS}),
+    "events": _Rows(None, needs={"thread_name": ACTORS, "parent_span": frozenset({Kind.SPAN})}),
     "metrics": _Rows(Kind.METRIC),
     "collectives": _Rows(Kind.COLLECTIVE),
     "steps": _Rows(Kind.STEP),

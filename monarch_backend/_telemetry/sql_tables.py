@@ -1,4 +1,4 @@
-"""Tables of queries, and their rows in the recording of programs. Names and first columns are Monarch's.
+"""Tables of queries, and their rows in the recording of programs. Monarch's tables begin with its columns, in order.
 
 Times named ``timestamp_us`` are microseconds since 1970, durations microseconds. An id is valid within one answer.
 docs/operate/telemetry.md explains the columns.
@@ -7,7 +7,6 @@ docs/operate/telemetry.md explains the columns.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
@@ -37,7 +36,8 @@ Row = tuple[Any, ...]
 
 COLUMNS = {
     "actors": (
-        "id", "timestamp_us", "mesh_id", "rank", "full_name", "name", "status", "messages", "pid", "process",
+        "id", "timestamp_us", "mesh_id", "rank", "full_name", "display_name", "name", "status", "messages", "pid",
+        "process",
     ),
     "actor_status_events": ("id", "timestamp_us", "actor_id", "new_status", "reason"),
     "meshes": (
@@ -45,7 +45,7 @@ COLUMNS = {
         "actors_seen", "program_pid",
     ),
     "messages": (
-        "id", "timestamp_us", "from_actor_id", "to_actor_id", "status", "endpoint", "port_id", "duration_us",
+        "id", "timestamp_us", "from_actor_id", "to_actor_id", "endpoint", "port_index", "status", "duration_us",
         "queued_us", "actor", "rank", "bytes", "call", "from_pid", "to_pid",
     ),
     "message_status_events": ("id", "timestamp_us", "message_id", "status"),
@@ -54,13 +54,14 @@ COLUMNS = {
         "bytes", "call", "handled", "pid", "process",
     ),
     "spans": (
-        "id", "name", "timestamp_us", "parent_id", "thread_name", "duration_us", "status", "attributes", "actor_id",
-        "pid", "process",
+        "id", "name", "target", "level", "fields_json", "timestamp_us", "parent_id", "thread_name", "file", "line",
+        "duration_us", "status", "actor_id", "pid", "process",
     ),
-    "span_events": ("id", "timestamp_us", "span_id", "event_type"),
+    "span_events": ("id", "timestamp_us", "event_type"),
     "events": (
-        "id", "name", "timestamp_us", "thread_name", "kind", "status", "detail", "duration_us", "reference", "value",
-        "trace", "number", "pid", "process",
+        "name", "target", "level", "fields_json", "timestamp_us", "parent_span", "thread_id", "thread_name",
+        "module_path", "file", "line", "id", "kind", "status", "detail", "duration_us", "reference", "value", "trace",
+        "number", "pid", "process",
     ),
     "metrics": ("id", "timestamp_us", "name", "instrument", "value", "total", "attributes", "pid", "process"),
     "processes": (
@@ -90,6 +91,12 @@ COLUMNS = {
     "stacks": ("pid", "process", "thread", "depth", "function", "file", "line", "problem"),
 }  # fmt: skip
 """Columns of each table."""
+
+_STATUS_OF_MESSAGE = {Status.OK: "complete", Status.ERROR: "failed"}
+"""How a message has ended, in Monarch's words. Others have the words of `Status`."""
+
+_WITH_FIELDS = Kind.SPAN, Kind.METRIC, Kind.MESH
+"""Kinds whose detail is a JSON object, if it begins as one."""
 
 
 class _Message(NamedTuple):
@@ -191,10 +198,11 @@ class Tables:
         for process in self._recording.processes:
             for name, rank in process.rank_of_actor.items():
                 actor, start = self._actor_ids[id(process), name], started.get((id(process), name))
+                mesh = self._meshes.of_actor(process, name)
                 yield (
-                    actor, None if start is None else self._wall(start), self._meshes.of_actor(process, name).id,
-                    rank, f"{name}[{'' if rank is None else rank}]", name, statuses.get(actor), handled[actor],
-                    process.pid, process.label,
+                    actor, None if start is None else self._wall(start), mesh.id, rank,
+                    f"{name}[{'' if rank is None else rank}]", mesh.display_name(rank), name, statuses.get(actor),
+                    handled[actor], process.pid, process.label,
                 )  # fmt: skip
 
     def _actor_status_events_rows(self) -> Iterator[Row]:
@@ -203,20 +211,20 @@ class Tables:
             for event in process.events(Kind.MESSAGE):
                 if event.detail == CONSTRUCTOR:
                     actor = self._actor_id(process, event.name)
-                    found.append((event.end_ns - event.duration_ns, actor, "initializing", None))
+                    found.append((event.end_ns - event.duration_ns, actor, "Initializing", None))
                     if event.status == Status.OK:
-                        found.append((event.end_ns, actor, "idle", None))
+                        found.append((event.end_ns, actor, "Idle", None))
             for event in process.events(Kind.ACTOR):
-                actor, status = self._actor_id(process, event.name), "failed" if event.status else "started"
+                actor, status = self._actor_id(process, event.name), "Failed" if event.status else "Stopped"
                 found.append((event.end_ns, actor, status, event.detail or None))
             for name in process.rank_of_actor if not is_alive(process) else ():
                 code = process.recorded.exit_code
-                actor, status = self._actor_id(process, name), "failed" if code else "stopped"
+                actor, status = self._actor_id(process, name), "Failed" if code else "Stopped"
                 text = f"its process has ended: {exit_text(code)}" if code else "its process has ended"
                 found.append((process.recorded.last_ns, actor, status, text))
             for each in process.going_on(Kind.MESSAGE):
                 if is_alive(process):
-                    status = "initializing" if each.state == State.CONSTRUCTING else "processing"
+                    status = "Initializing" if each.state == State.CONSTRUCTING else "Processing"
                     found.append((each.since_ns, self._actor_id(process, each.name), status, each.detail))
         found.sort(key=lambda each: each[0])
         for number, (at, actor, status, reason) in enumerate(found, 1):
@@ -225,13 +233,11 @@ class Tables:
     def _meshes_rows(self) -> Iterator[Row]:
         meshes = [(each, each.actors_seen) for each in self._meshes.of_actors]
         for each, seen in [*meshes, *((each, None) for each in self._meshes.of_processes)]:
-            about = each.about or {}
             yield (
-                each.id, None if each.made_ns is None else self._wall(each.made_ns), about.get("class"), each.name,
-                f"{each.procs}/{each.name}" if each.procs else each.name,
-                json.dumps(about["sizes"]) if "sizes" in about else None,
-                each.parent.id if each.parent else None, None,
-                seen, each.program.pid,
+                each.id, None if each.made_ns is None else self._wall(each.made_ns), each.of_class, each.name,
+                f"{each.procs}/{each.name}" if each.procs else each.name, each.shape_json,
+                each.parent.id if each.parent else None, each.region_json if each.procs else None, seen,
+                each.program.pid,
             )  # fmt: skip
 
     # ---- messages
@@ -239,7 +245,7 @@ class Tables:
     def _all_messages(self) -> Iterator[_Message]:
         for process, event in self._events(Kind.MESSAGE):
             if event.detail != CONSTRUCTOR:
-                status = "complete" if not event.status else Status(event.status).title
+                status = _STATUS_OF_MESSAGE.get(Status(event.status), Status(event.status).title)
                 yield _Message(process, event.name, event.end_ns - event.duration_ns, event.end_ns, status, event)
         for process, each in self._going_on(Kind.MESSAGE):
             if each.state != State.CONSTRUCTING:
@@ -254,7 +260,7 @@ class Tables:
             sent = self._senders.get((what.trace, what.reference)) if what.reference else None
             yield (
                 number, self._wall(start), None if sent is None else self._actor_of_thread(sent[0], sent[1].thread),
-                self._actor_ids.get((id(process), actor)), status, what.detail, None,
+                self._actor_ids.get((id(process), actor)), what.detail, None, status,
                 self._open_us(process, start) if end is None else (end - start) // 1000,
                 None if sent is None else max(0, start - sent[1].end_ns) // 1000,
                 actor, process.rank_of_actor.get(actor), _signed(what.value), what.reference or None,
@@ -285,9 +291,11 @@ class Tables:
         for number, (process, event) in enumerate(self._events(Kind.SENT), 1):
             call = process.recorded.identity, event.reference
             mesh = receivers.get(call) or self._meshes.of_receivers(process, event.name)
+            is_of_all = mesh is not None and event.reference != 0 and handled[call] == mesh.size
+            view = mesh.region_json if mesh and is_of_all else None
             yield (
                 number, self._wall(event.end_ns), self._actor_of_thread(process, event.thread),
-                mesh.id if mesh else None, None, None, event.name, event.detail,
+                mesh.id if mesh else None, view, view, event.name, event.detail,
                 _signed(event.value), event.reference or None, handled[call] if event.reference else None,
                 process.pid, process.label,
             )  # fmt: skip
@@ -304,13 +312,17 @@ class Tables:
             number += 1
             yield number, process, each, each.since_ns, None, self._open_status(process), each.value - 1
 
+    def _span_ids(self) -> dict[tuple[int, int], int]:
+        """Return the ids of spans by their process and its number of the span."""
+        return {(id(process), what.reference): number for number, process, what, *_ in self._all_spans()}
+
     def _spans_rows(self) -> Iterator[Row]:
-        spans = list(self._all_spans())
-        ids = {(id(process), what.reference): number for number, process, what, *_ in spans}
-        for number, process, what, start, end, status, thread in spans:
+        ids = self._span_ids()
+        for number, process, what, start, end, status, thread in self._all_spans():
             yield (
-                number, what.name, self._wall(start), ids.get((id(process), what.trace)), self._thread(process, thread),
-                self._open_us(process, start) if end is None else (end - start) // 1000, status, what.detail or None,
+                number, what.name, None, None, what.detail or "{}", self._wall(start),
+                ids.get((id(process), what.trace)), self._thread(process, thread), None, None,
+                self._open_us(process, start) if end is None else (end - start) // 1000, status,
                 self._actor_of_thread(process, thread), process.pid, process.label,
             )  # fmt: skip
 
@@ -319,21 +331,26 @@ class Tables:
         for number, _, _, start, end, _, _ in self._all_spans():
             found.append((start, number, "enter"))
             if end is not None:
-                found.append((end, number, "exit"))
-        for number, (at, span, what) in enumerate(sorted(found), 1):
-            yield number, self._wall(at), span, what
+                found += [(end, number, "exit"), (end, number, "close")]
+        found.sort(key=itemgetter(0))
+        for at, span, what in found:
+            yield span, self._wall(at), what
 
     def _events_rows(self) -> Iterator[Row]:
-        number = 0
+        number, ids = 0, self._span_ids()
         for process in self._recording.processes:
             for each in process.recorded.events:
                 number += 1
+                kind = Kind(each.kind)
+                has_fields = kind in _WITH_FIELDS and each.detail.startswith("{")
+                span = ids.get((id(process), each.trace)) if kind in (Kind.SPAN, Kind.SENT) else None
                 yield (
-                    number, each.name, self._wall(each.end_ns), self._thread(process, each.thread),
-                    Kind(each.kind).title, each.status, each.detail, each.duration_ns // 1000,
-                    _signed(each.reference),
-                    double(each.value) if each.kind == Kind.METRIC else _signed(each.value),
-                    None if each.kind == Kind.COLLECTIVE else _identity(each.trace), each.number, process.pid,
+                    each.name, None, "ERROR" if each.status in (Status.ERROR, Status.ABORTED) else "INFO",
+                    each.detail if has_fields else "{}", self._wall(each.end_ns), span, str(each.thread),
+                    self._thread(process, each.thread), None, None, None, number, kind.title, each.status,
+                    each.detail, each.duration_ns // 1000, _signed(each.reference),
+                    double(each.value) if kind == Kind.METRIC else _signed(each.value),
+                    None if kind == Kind.COLLECTIVE else _identity(each.trace), each.number, process.pid,
                     process.label,
                 )  # fmt: skip
 

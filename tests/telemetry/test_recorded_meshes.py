@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from monarch_backend._telemetry import sql
+import json
+from typing import Any
+
+import pytest
+
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.shape import Shape
+from monarch_backend._telemetry import recorder, sql
 from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.program_recording import Recording
 from tests.telemetry.recordings import add_program, constructed, event_of, mesh_event
@@ -32,7 +39,7 @@ def job_of_two_hosts() -> Recording:
 
 def test_actors_of_a_job_are_of_the_mesh_that_its_program_has_made() -> None:
     job = job_of_two_hosts()
-    trainer = ("trainer[]", "Trainer", "workers")
+    trainer = ("trainer[]", "Python<Trainer>", "workers")
     assert sql.answer(OF_ACTORS, job).rows == [("a", *trainer), ("b", *trainer)]
     meshes = "select full_name, actors_seen, program_pid from meshes order by id"
     assert sql.answer(meshes, job).rows == [("workers/trainer", 2, 10), ("workers", None, 10)]
@@ -40,7 +47,9 @@ def test_actors_of_a_job_are_of_the_mesh_that_its_program_has_made() -> None:
 
 def test_messages_to_actors_of_a_job_name_their_mesh() -> None:
     query = "select endpoint, handled, class from sent_messages join meshes on meshes.id = actor_mesh_id order by 1"
-    assert sql.answer(query, job_of_two_hosts()).rows == [("log", None, "Trainer"), ("step", 2, "Trainer")]
+    assert sql.answer(query, job_of_two_hosts()).rows == [
+        ("log", None, "Python<Trainer>"), ("step", 2, "Python<Trainer>"),
+    ]  # fmt: skip
 
 
 def test_actors_whose_program_was_not_read_have_a_mesh_without_class() -> None:
@@ -76,3 +85,32 @@ def test_mesh_of_a_host_is_that_of_the_program_that_calls_it() -> None:
     add_program(job, "", 90, {90: ("program other.py", 0, 90, MESHES)})
     query = "select distinct program_pid from actors join meshes on meshes.id = mesh_id"
     assert sql.answer(query, job).rows == [(10,)]
+
+
+def test_mesh_records_which_processes_its_slice_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    details = list[dict[str, Any]]()
+    monkeypatch.setattr(recorder, "is_recording", lambda: True)
+    monkeypatch.setattr(recorder, "event", lambda *words, **_: details.append(json.loads(words[2])))
+    whole = Shape.of(Extent.of({"hosts": 2, "gpus": 4}))
+    for shape in (whole, whole.slice(gpus=slice(1, None, 2)), Shape.from_ranks(Extent.of({"gpus": 3}), [0, 1, 5])):
+        recorder.mesh("trainer", "Trainer", shape.extent, procs="workers", shape=shape)
+    assert [each.get("view", "whole") for each in details] == ["whole", [1, [4, 2]], None]
+
+
+REGIONS = [
+    ({}, '{"labels": ["hosts", "gpus"], "slice": {"offset": 0, "sizes": [2, 1], "strides": [1, 1]}}'),
+    (
+        {"view": [3, [4, 2]]},
+        '{"labels": ["hosts", "gpus"], "slice": {"offset": 3, "sizes": [2, 1], "strides": [4, 2]}}',
+    ),
+    ({"view": None}, None),  # ranks that are no slice
+]
+
+
+@pytest.mark.parametrize(("about", "region"), REGIONS)
+def test_mesh_on_a_slice_names_the_selected_ranks(about: dict[str, Any], region: str | None) -> None:
+    made = Recording([], [], [], 0, 0)
+    events = [mesh_event("workers", SIZES), mesh_event("trainer", SIZES, "workers", **about)]
+    add_program(made, "", 10, {10: ("program train.py", 0, CONTROLLER, events)})
+    rows = sql.answer("select parent_view_json from meshes where parent_mesh_id is not null", made).rows
+    assert rows == [(region,)]

@@ -6,7 +6,7 @@ const EXAMPLES = {
   "what takes long": "select process, name, detail, state, duration_us from activities where state != 'idle' order by duration_us desc",
   "slow endpoints": "select actor, endpoint, rank, count(*) as calls, avg(duration_us), max(duration_us), avg(queued_us)\nfrom messages group by 1, 2, 3 order by 6 desc",
   failures: "select full_name, endpoint, messages.status, duration_us from messages join actors on actors.id = to_actor_id\nwhere messages.status not in ('complete', 'active')",
-  "slow spans": "select name, process, attributes, duration_us, status from spans order by duration_us desc limit 100",
+  "slow spans": "select name, process, fields_json, duration_us, status from spans order by duration_us desc limit 100",
   "bytes of collectives": "select process, name, detail, count(*), sum(bytes), avg(duration_us) from collectives group by 1, 2, 3",
 };
 
