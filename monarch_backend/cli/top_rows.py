@@ -110,9 +110,10 @@ def _of_activity(activity: dict[str, Any], runs: dict[str, set[int]], depth: int
         what = f"median of the last {activity['window']}" if activity["window"] else ""
     elif kind == "span":
         name = activity["name"]
+    done = "" if kind == "wait" or activity["ended"] is None else str(activity["ended"])
     return _cells(
         name, depth, STATE=state, ENDPOINT=what, FOR=ps.duration(seconds) if state or what else "",
-        QUEUE=str(activity["queue"] or ""), DONE="" if kind == "wait" or activity["ended"] is None else str(activity["ended"]),
+        QUEUE=str(activity["queue"] or ""), DONE=done,
     )  # fmt: skip
 
 
