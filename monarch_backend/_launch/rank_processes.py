@@ -28,6 +28,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend._core import platform
 from monarch_backend._launch import run_script
+from monarch_backend._launch.kept_output import KeptOutput
 from monarch_backend._processes import child_bootstrap, fork_server, system_calls
 from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S
 from monarch_backend._processes.spawner import Event, Exited, ProcessSpec, Spawner, Started
@@ -165,12 +166,14 @@ class Ranks:
         # The path of a new interpreter, without the entry of the launcher's own script.
         safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
         self._path = sys.path[0 if safe else 1 :]
+        self._kept = KeptOutput()
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self._spawner.close()
+        self._kept.close()
 
     def start(
         self,
@@ -205,6 +208,10 @@ class Ranks:
         if refused := [process for process in started if process.refusal]:
             self._abandon(started)
             raise RuntimeError(f"{refused[0].label} could not be started: {refused[0].refusal}")
+        for process, *paths in zip(started, stdouts, stderrs, strict=True):
+            for stream, path in enumerate(paths, 1):
+                if path:
+                    self._kept.add(path, process.label, process.pid, stream)
         return started
 
     def _spawn(self, specs: Sequence[ProcessSpec]) -> list[RankProcess]:

@@ -173,7 +173,7 @@ def _why_nothing_is_kept(program: Program) -> str:
         whose = "its ranks write" if label == LAUNCHER else "it writes"
         return (
             f"program {program.pid} keeps no output: {whose} to the terminal of the launcher, and to files in its "
-            "--log-dir with --tee 3 or --redirects 3"
+            "--log-dir with --tee 3 or --redirects 3. Of these, `monarch-backend run` keeps also the last lines"
         )
     return (
         f"program {program.pid} keeps no output: it has started no processes yet, or MONARCH_LOG_HISTORY_BYTES is 0 "

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from monarch_backend import cli
 from monarch_backend._core import platform
+from monarch_backend._telemetry import program_output
 from tests.launch import scripts
 from tests.launch.launcher import PATIENCE, Launched, finish, gone, launch, launching, until
 
@@ -304,3 +306,48 @@ def test_launcher_is_named_and_its_ranks_are_found_by_number(
         assert "its ranks write to the terminal of the launcher" in error and "--log-dir with --tee 3" in error
         end.touch()
         assert process.wait(PATIENCE) == 0
+
+
+PRINTS = """
+import os, sys
+print("rank", os.environ["RANK"], "on a terminal:", sys.stdout.isatty(), flush=True)
+print("half a line", end="", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.parametrize("option", ["--redirects", "--tee"])
+def test_output_in_files_is_kept_for_logs(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MONARCH_LOG_DIR", str(tmp_path / "kept"))
+    script = _write(tmp_path, "prints.py", PRINTS)
+    done = launch("monarch", "--nproc-per-node=2", option, "3", script, directory=tmp_path / "runs")
+    assert done.returncode == 0, done.stderr
+    assert ("on a terminal" in done.stdout) == (option == "--tee")
+    [program] = program_output.ended_programs("prints.py")
+    assert cli.main(["logs", str(program.pid)]) == 0
+    lines = {line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()}
+    assert lines == {
+        f"rank {rank}: {script}{text}"
+        for rank in range(2)
+        for text in (f": rank {rank} on a terminal: False", ", stderr: half a line")
+    }
+    assert cli.main(["logs", str(program.pid), "--rank", "1", "--grep", "terminal"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_output_on_the_terminal_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_LOG_DIR", str(tmp_path / "kept"))
+    script = _write(tmp_path, "prints.py", PRINTS)
+    done = launch("monarch", script, directory=tmp_path / "runs")
+    assert (done.returncode, done.stdout) == (0, "rank 0 on a terminal: False\n")
+    assert program_output.ended_programs() == []
+
+
+def test_output_of_running_ranks_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MONARCH_LOG_DIR", str(tmp_path / "kept"))
+    script = _write(tmp_path, "prints.py", PRINTS + "import time\ntime.sleep(1e6)")
+    with launching("monarch", "--redirects", "3", script, directory=tmp_path / "runs") as process:
+        until(lambda: cli.main(["logs", str(process.pid)]) == 0 and "on a terminal" in capsys.readouterr().out)
