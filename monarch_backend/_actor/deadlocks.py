@@ -521,7 +521,7 @@ class DeadlockDetector:
     def _drop(self, peer: Peer, actor: int, ref: int) -> None:
         """Remove the former member's call if it is queued, and end a generator: its caller continues with the error."""
         runner = self._runtime.runners.get(actor)
-        if runner is None or runner.inbox.cancel(peer, ref):
+        if runner is None or runner.withdraw(peer, ref):
             return
         flow = runner.streams.get((peer.token, ref))
         if flow is not None:

@@ -52,6 +52,8 @@ class Kind(NamedNumber):
     STEP = 13
     CONNECTION = 14
     HOST = 15
+    QUEUE = 16
+    FAILURE = 17
     LINK = 18
 
 
@@ -76,6 +78,18 @@ class Status(NamedNumber):
     ERROR = 1
     CANCELLED = 2
     ABORTED = 3
+
+
+class QueueStatus(NamedNumber):
+    """What an event of the kind `Kind.QUEUE` says about a message.
+
+    STARTED is of a message without an activity: its process shows as many as it can.
+    """
+
+    ARRIVED = 0
+    WITHDRAWN = 2
+    REFUSED = 3
+    STARTED = 4
 
 
 class SlotState(enum.IntEnum):

@@ -30,6 +30,7 @@ record_event = _native.record_event
 begin_activity = _native.begin_activity
 end_activity = _native.end_activity
 note_queue = _native.note_queue
+note_arrival = _native.note_arrival
 count_ended = _native.count_ended
 monotonic_ns = _native.monotonic_ns
 

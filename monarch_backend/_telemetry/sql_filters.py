@@ -19,8 +19,8 @@ from monarch_backend._telemetry.kinds import Kind
 from monarch_backend._telemetry.reader import NO_KINDS, EventFilter
 from monarch_backend._telemetry.sql_tables import COLUMNS
 
-ACTORS = frozenset({Kind.MESSAGE, Kind.ACTOR})
-"""Kinds that tell the actors of a process, and which thread is whose."""
+ACTORS = frozenset({Kind.MESSAGE, Kind.QUEUE, Kind.ACTOR})
+"""Kinds that tell the actors of a process, which messages they handle, and which thread is whose."""
 
 _ALL = frozenset(Kind)
 
@@ -58,7 +58,7 @@ _READS = sqlite3.SQLITE_SELECT, sqlite3.SQLITE_FUNCTION
 
 @dataclass(frozen=True)
 class _Rows:
-    """How rows of a table follow from events: one of ``kind`` each, or of any kind.
+    """How rows of a table follow from events: one of ``kind`` each, or of any kind, with those of the kinds ``also``.
 
     ``needs`` has columns that also need all events of some kinds. ``of_others`` need events of other processes,
     ``of_earlier`` earlier ones of the same process.
@@ -69,10 +69,13 @@ class _Rows:
     needs: Mapping[str, frozenset[Kind]] = field(default_factory=dict)
     of_others: frozenset[str] = frozenset()
     of_earlier: frozenset[str] = frozenset()
+    also: frozenset[Kind] = frozenset()
 
 
 _ROWS = {
-    "messages": _Rows(Kind.MESSAGE, "to_pid", of_others=frozenset({"from_actor_id", "queued_us"})),
+    "messages": _Rows(
+        Kind.MESSAGE, "to_pid", of_others=frozenset({"from_actor_id", "queued_us"}), also=frozenset({Kind.QUEUE})
+    ),
     "sent_messages": _Rows(Kind.SENT, needs={
         "sender_actor_id": ACTORS, "actor_mesh_id": ACTORS | {Kind.MESH}, "handled": ACTORS,
     }),
@@ -177,7 +180,7 @@ def _narrowed(
     if columns & rows.of_others:
         return everything
     always = frozenset[Kind]().union(*(kinds for column, kinds in rows.needs.items() if column in columns))
-    kinds = everything.kinds if rows.kind is None else frozenset({rows.kind})
+    kinds = everything.kinds if rows.kind is None else frozenset({rows.kind}) | rows.also
     since, pids = 0, everything.pids
     for name, operator, constant in conditions:
         column = name.removeprefix(f"{table}.")

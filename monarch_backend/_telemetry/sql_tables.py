@@ -10,10 +10,11 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from monarch_backend._telemetry import jobs, stragglers
 from monarch_backend._telemetry.kinds import BATCH, COMPILER, Kind, State, Status
+from monarch_backend._telemetry.messages import Message, messages_of
 from monarch_backend._telemetry.metrics import SUMS, InstrumentKind
 from monarch_backend._telemetry.program_output import ALL_LINES
 from monarch_backend._telemetry.program_recording import (
@@ -92,22 +93,8 @@ COLUMNS = {
 }  # fmt: skip
 """Columns of each table."""
 
-_STATUS_OF_MESSAGE = {Status.OK: "complete", Status.ERROR: "failed"}
-"""How a message has ended, in Monarch's words. Others have the words of `Status`."""
-
 _WITH_FIELDS = Kind.SPAN, Kind.METRIC, Kind.MESH
 """Kinds whose detail is a JSON object, if it begins as one."""
-
-
-class _Message(NamedTuple):
-    """A message that is handled now or has been."""
-
-    process: ProcessRecording
-    actor: str
-    start: int
-    end: int | None
-    status: str
-    what: RecordedEvent | Activity
 
 
 class Tables:
@@ -124,6 +111,7 @@ class Tables:
         self._meshes = RecordedMeshes(recording)
         self._senders = recording.senders()
         self._identities = recording.by_identity()
+        self._messages: list[Message] | None = None
 
     def rows(self, table: str) -> Iterable[Row]:
         """Return the rows of a table of `COLUMNS`."""
@@ -189,7 +177,9 @@ class Tables:
 
     def _actors_rows(self) -> Iterator[Row]:
         statuses = {row[2]: row[3] for row in self._actor_status_events_rows()}  # the last one of each
-        handled = Counter(self._actor_id(each.process, each.actor) for each in self._all_messages())
+        handled = Counter(
+            self._actor_id(each.process, each.actor) for each in self._all_messages() if each.start is not None
+        )
         started = {
             (id(process), event.name): event.end_ns - event.duration_ns
             for process, event in self._events(Kind.MESSAGE)
@@ -242,37 +232,44 @@ class Tables:
 
     # ---- messages
 
-    def _all_messages(self) -> Iterator[_Message]:
-        for process, event in self._events(Kind.MESSAGE):
-            if event.detail != CONSTRUCTOR:
-                status = _STATUS_OF_MESSAGE.get(Status(event.status), Status(event.status).title)
-                yield _Message(process, event.name, event.end_ns - event.duration_ns, event.end_ns, status, event)
-        for process, each in self._going_on(Kind.MESSAGE):
-            if each.state != State.CONSTRUCTING:
-                yield _Message(process, each.name, each.since_ns, None, "active" if is_alive(process) else "lost", each)
+    def _all_messages(self) -> list[Message]:
+        if self._messages is None:
+            self._messages = [each for process in self._recording.processes for each in messages_of(process)]
+        return self._messages
 
-    def _sent_of(self, message: _Message) -> tuple[ProcessRecording, RecordedEvent] | None:
+    def _sent_of(self, message: Message) -> tuple[ProcessRecording, RecordedEvent] | None:
         return self._senders.get((message.what.trace, message.what.reference)) if message.what.reference else None
 
     def _messages_rows(self) -> Iterator[Row]:
         pids = {identity: process.pid for identity, process in self._identities.items()}
-        for number, (process, actor, start, end, status, what) in enumerate(self._all_messages(), 1):
-            sent = self._senders.get((what.trace, what.reference)) if what.reference else None
+        for number, each in enumerate(self._all_messages(), 1):
+            process, actor, start, end, what = each.process, each.actor, each.start, each.end, each.what
+            sent = self._sent_of(each)
+            since = each.queued if sent is None else sent[1].end_ns
             yield (
-                number, self._wall(start), None if sent is None else self._actor_of_thread(sent[0], sent[1].thread),
-                self._actor_ids.get((id(process), actor)), what.detail, None, status,
-                self._open_us(process, start) if end is None else (end - start) // 1000,
-                None if sent is None else max(0, start - sent[1].end_ns) // 1000,
+                number, self._wall(each.time_ns),
+                None if sent is None else self._actor_of_thread(sent[0], sent[1].thread),
+                self._actor_ids.get((id(process), actor)), what.detail, None, each.status,
+                None if start is None else self._open_us(process, start) if end is None else (end - start) // 1000,
+                None if since is None else self._waited_us(each, since),
                 actor, process.rank_of_actor.get(actor), _signed(what.value), what.reference or None,
                 pids.get(what.trace), process.recorded.pid,
             )  # fmt: skip
+
+    def _waited_us(self, message: Message, since: int) -> int | None:
+        """Return how long a message has waited until its start or withdrawal, or waits so far."""
+        until = message.start or message.end
+        return self._open_us(message.process, since) if until is None else max(0, until - since) // 1000
 
     def _message_status_events_rows(self) -> Iterator[Row]:
         found: list[tuple[int, int, str]] = []
         for number, each in enumerate(self._all_messages(), 1):
             if (sent := self._sent_of(each)) is not None:
-                found.append((min(sent[1].end_ns, each.start), number, "sent"))
-            found.append((each.start, number, "active"))
+                found.append((min(sent[1].end_ns, each.queued or each.time_ns), number, "sent"))
+            if each.queued is not None:
+                found.append((each.queued, number, "queued"))
+            if each.start is not None:
+                found.append((each.start, number, "active"))
             if each.end is not None:
                 found.append((each.end, number, each.status))
         found.sort(key=itemgetter(0))  # messages have the order of their numbers already
@@ -285,7 +282,7 @@ class Tables:
         receivers = dict[tuple[int, int], RecordedMesh | None]()
         for each in self._all_messages():
             call = each.what.trace, each.what.reference
-            handled[call] += 1
+            handled[call] += each.start is not None
             if call[1] and call not in receivers and each.actor in each.process.rank_of_actor:
                 receivers[call] = self._meshes.of_actor(each.process, each.actor)
         for number, (process, event) in enumerate(self._events(Kind.SENT), 1):

@@ -72,7 +72,7 @@ def test_messages_without_a_cell_are_recorded_with_their_ends(procs: ProcMesh, t
     for _ in range(3):
         with pytest.raises(ActorError):
             actor.fail.call_one().get(PATIENCE)
-    assert _messages("many")["fail", "error"] == 3
+    assert _messages("many")["fail", "failed"] == 3
     (tmp_path / "go").touch()
     for each in waits:
         each.get(PATIENCE)

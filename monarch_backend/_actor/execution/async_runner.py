@@ -52,7 +52,7 @@ class AsyncActorRunner(ActorRunner):
         super().__init__(*args)
         self._there: asyncio.Event | None = None
         self._scheduled = False
-        self._open = OpenMessages(self.name, self.rank, self.recording_cell)
+        self._open = OpenMessages(self)
         self._others: set[asyncio.Task[Any]] = set()
         self._last: list[BaseException | None] = []  # arguments of pending __cleanup__ calls
         self._main_task: asyncio.Task[Any] | None = None
@@ -61,11 +61,7 @@ class AsyncActorRunner(ActorRunner):
     # ---- from any thread
 
     def is_busy(self) -> bool:
-        return self._scheduled or bool(self.code.tasks) or super().is_busy()
-
-    @property
-    def queue_cell(self) -> int:
-        return self._open.queue_cell
+        return self._scheduled or bool(self.code.tasks) or self.code.running is not None
 
     def put(self, item: Message | Job) -> None:
         super().put(item)

@@ -127,23 +127,25 @@ class MessageQueue(deque[Message | Job]):
         """Put the messages of a former actor first."""
         self.extendleft(item for item in reversed(items) if isinstance(item, tuple))
 
-    def cancel(self, peer: Peer, ref: int) -> bool:
-        """Remove the message of a call that its caller has cancelled. Return False if it does not wait any more."""
+    def cancel(self, peer: Peer, ref: int) -> Message | None:
+        """Remove and return the message of a call that its caller has cancelled, None if it does not wait any more."""
         for item in list(self):
             if isinstance(item, tuple) and item[0] is peer and item[1].ref == ref:
                 try:
                     self.remove(item)
                 except ValueError:
-                    return False  # it has just started
+                    return None  # it has just started
                 self._program.router.processed(peer, item[1])
                 ReplyHandle(self._program, item, None).settle()
-                return True
-        return False
+                return item
+        return None
 
-    def refuse_all(self, failure: MeshFailure) -> None:
+    def refuse_all(self, failure: MeshFailure) -> Iterator[Message]:
+        """Remove all messages, and yield each one once its caller is told of the failure."""
         for item in self.taken():
             if isinstance(item, tuple):
                 self._refuse(item, failure)
+                yield item
 
     def _refuse(self, message: Message, failure: MeshFailure) -> None:
         peer, frame, _ = message

@@ -36,9 +36,18 @@ from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._serialization.exceptions import remote_traceback
 from monarch_backend._serialization.pickling import DeserializationError, dumps, loads
 from monarch_backend._telemetry import kinds, last_messages, recorder, trace_context
-from monarch_backend._telemetry.recorder import begin_activity, end_activity
+from monarch_backend._telemetry.recorder import begin_activity, end_activity, note_arrival, record_event
 from monarch_backend._transport.local.event_loop import release
-from monarch_backend._transport.local.frames import Cancel, Construct, Constructed, Failed, Frame, Status, Stopped
+from monarch_backend._transport.local.frames import (
+    Cancel,
+    Construct,
+    Constructed,
+    Failed,
+    Frame,
+    FrameError,
+    Status,
+    Stopped,
+)
 from monarch_backend._transport.local.peer import Peer
 
 if TYPE_CHECKING:
@@ -49,6 +58,11 @@ log = logging.getLogger("monarch_backend")
 _IDLE, _CONSTRUCTING, _RUNNING = map(int, (kinds.State.IDLE, kinds.State.CONSTRUCTING, kinds.State.RUNNING))
 _OK, _ERROR, _CANCELLED = int(kinds.Status.OK), int(kinds.Status.ERROR), int(kinds.Status.CANCELLED)
 _ENDED = int(kinds.Status.ABORTED)
+_QUEUE = int(kinds.Kind.QUEUE)
+_WITHDRAWN, _REFUSED = int(kinds.QueueStatus.WITHDRAWN), int(kinds.QueueStatus.REFUSED)
+
+MAX_PREFIXES = 256
+"""Prefixes of calls whose endpoints an actor keeps, to record messages that wait."""
 
 CLEANUP_TIMEOUT_S = 10.0
 """Seconds that an ending process waits for ``__cleanup__``."""
@@ -121,7 +135,7 @@ class ActorRunner:
         self._asked: weakref.WeakSet[ReplyHandle] = weakref.WeakSet()  # replies through explicit ports
         self.instance: Any = None
         self.failure: MeshFailure | None = None  # why it has ended
-        self.ready = False
+        self.ready = True  # unless its thread waits for a message
         self.wait_lock: threading.Lock | None = None
         self.blueprint: ActorClassInfo | None = None
         self._plan_body, self._plan_buffers = body, buffers
@@ -140,7 +154,10 @@ class ActorRunner:
         self._methods: dict[tuple[str, int], Any] = {}
         self._is_traced = False  # the last message was sent within `remote_parent`
         self.recording_cell = recorder.take_cell(kinds.Kind.MESSAGE, self.name, self.rank)  # shows what the actor does
+        self._name_number = recorder.name_number(self.name)
         self._endpoint_numbers: dict[str, int] = {}
+        self._numbers_of_prefixes: dict[bytes, int] = {}
+        self.queue_cell = self.recording_cell  # shows the length of the queue
         self._waits_at_errors = program.root is not None and env.get("MONARCH_POST_MORTEM")
 
     # ---- from any thread
@@ -148,29 +165,68 @@ class ActorRunner:
     def put(self, item: Message | Job) -> None:
         self.inbox.append(item)
         if self.is_busy():
-            self._show_queue()
+            self._note_arrival(item)
         if self.failure is not None and isinstance(item, tuple):
             # Checked after the append: if the actor ends meanwhile, one of the two threads finds the message.
             if not self.restarts:
-                self.inbox.refuse_all(self.failure)
+                self._refuse_all(self.failure)
             return
         self.ready = True
         if self.wait_lock is not None:
             release(self)
 
     def is_busy(self) -> bool:
-        """Return whether a message runs, or the constructor."""
-        return self.code.running is not None
-
-    @property
-    def queue_cell(self) -> int:
-        """The cell that shows the length of the queue."""
-        return self.recording_cell
+        """Return whether a new message has to wait: the constructor or a message runs, or the thread is woken up."""
+        return self.ready or self.code.running is not None
 
     def _show_queue(self) -> None:
         """Show the length of the queue, as the start of the running message did."""
         length = len(self.inbox)  # before the cell is looked up: the actor's thread may release it meanwhile
         recorder.note_queue(self.queue_cell, length)
+
+    def _note_arrival(self, item: Message | Job) -> None:
+        """Record a message that has to wait, and show the length of the queue."""
+        if not self.recording_cell:
+            return
+        if not isinstance(item, tuple):
+            self._show_queue()
+            return
+        peer, frame, _ = item
+        number = self._numbers_of_prefixes.get(frame.prefix)
+        if number is None:
+            number = self._number_in(frame)
+        length, size = len(self.inbox), len(frame.body)
+        note_arrival(self.queue_cell, length, self._name_number, number, frame.ref, size, peer.identity)
+
+    def _note_left(self, message: Message, status: int) -> None:
+        """Record that a message has left the queue, and is not handled."""
+        if self.recording_cell:
+            peer, frame, _ = message
+            number = self._number_in(frame)
+            record_event(_QUEUE, status, self._name_number, number, 0, frame.ref, len(frame.body), peer.identity)
+
+    def _number_in(self, frame: Frame) -> int:
+        """Return the number of the name of a message's endpoint, 0 if it cannot be read."""
+        try:
+            number = self._endpoint_number(read_prefix(frame.prefix)[0].method)
+        except FrameError:
+            return 0
+        if len(self._numbers_of_prefixes) < MAX_PREFIXES:  # calls that reply to ports have many
+            self._numbers_of_prefixes[frame.prefix] = number
+        return number
+
+    def _refuse_all(self, failure: MeshFailure) -> None:
+        for message in self.inbox.refuse_all(failure):
+            self._note_left(message, _REFUSED)
+
+    def withdraw(self, peer: Peer, ref: int) -> bool:
+        """Remove a call from the queue. Return False if it does not wait any more. Called on the reading thread."""
+        message = self.inbox.cancel(peer, ref)
+        if message is None:
+            return False
+        self._note_left(message, _WITHDRAWN)
+        self._show_queue()
+        return True
 
     def take_over(self, former: ActorRunner) -> None:
         """Succeed the former runner of this rank: take its messages once it has ended."""
@@ -200,7 +256,7 @@ class ActorRunner:
         if self.failure is not None:
             if how != "restart":  # there will be no successor
                 self.restarts = False
-                self.inbox.refuse_all(self.failure)
+                self._refuse_all(self.failure)
             return
         if how == "kill":
             self.program.exit_now(f"{self.name} was killed: {reason}")
@@ -247,10 +303,8 @@ class ActorRunner:
 
     def cancel(self, peer: Peer, message: Cancel) -> None:
         """Cancel a call, queued or running. Called on the reading thread."""
-        if not self.inbox.cancel(peer, message.ref):
+        if not self.withdraw(peer, message.ref):
             self.code.cancel(peer, message.ref, message.reason)
-        elif self.is_busy():
-            self._show_queue()
 
     def supervise(self, failure: MeshFailure) -> None:
         """Handle the failure of a mesh that this actor has spawned. Called on the reading thread."""
@@ -556,7 +610,7 @@ class ActorRunner:
         if final:
             self.restarts = False
         if not self.restarts:
-            self.inbox.refuse_all(failure)
+            self._refuse_all(failure)
         return True
 
     def _finish(self, error: BaseException | None) -> None:

@@ -1,0 +1,108 @@
+"""Messages of a process, each with its states, from its events and activities.
+
+The end of a message is an event. One that had to wait in the queue has an event of its arrival, and also one when it
+is withdrawn or refused. One that runs is an activity, or has an event of its start if the process shows too many.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from monarch_backend._telemetry.kinds import Kind, QueueStatus, State, Status
+from monarch_backend._telemetry.program_recording import CONSTRUCTOR, ProcessRecording, is_alive
+from monarch_backend._telemetry.reader import Activity, RecordedEvent
+
+_LEFT = {QueueStatus.WITHDRAWN: "cancelled", QueueStatus.REFUSED: "lost"}
+
+_Key = tuple[str, int, int]  # actor, sender and number of the call
+
+
+_STATUS = {Status.OK: "complete", Status.ERROR: "failed"}
+"""How a message has ended, in Monarch's words. Others have the words of `Status`."""
+
+
+class Message(NamedTuple):
+    """A message that waits, is handled, or has been. Times are None where they are unknown, or not there yet.
+
+    ``queued``: when it began to wait. ``status``: "queued", "active", "complete", "failed", "cancelled", "lost".
+    ``what`` has the endpoint as its detail.
+    """
+
+    process: ProcessRecording
+    actor: str
+    queued: int | None
+    start: int | None
+    end: int | None
+    status: str
+    what: RecordedEvent | Activity
+
+    @property
+    def time_ns(self) -> int:
+        """When it started. Of one that has not started, when it began to wait or was withdrawn."""
+        known = self.start or self.end or self.queued
+        assert known is not None
+        return known
+
+
+class _Arrivals:
+    """Messages that have begun to wait, by key. Broadcast messages have no number, so several may have one key."""
+
+    def __init__(self) -> None:
+        self.waiting = defaultdict[_Key, deque[RecordedEvent]](deque)
+        self._over = set[_Key]()
+
+    def add(self, key: _Key, event: RecordedEvent) -> None:
+        if key not in self._over:  # the thread that receives it was late
+            self.waiting[key].append(event)
+
+    def take(self, key: _Key, start: int) -> int | None:
+        """Remove the message that has started at this time. Return when it has begun to wait."""
+        if key[2]:
+            self._over.add(key)
+        found = self.waiting.get(key)
+        if not found or (not key[2] and found[0].end_ns > start):
+            return None
+        return min(found.popleft().end_ns, start)
+
+
+def messages_of(process: ProcessRecording) -> Iterator[Message]:
+    """Yield the messages of a process: those that have ended, then those that run, then those that wait."""
+    arrivals = _Arrivals()
+    started = defaultdict[_Key, deque[tuple[RecordedEvent, int | None]]](deque)  # without an activity
+    ends = set[tuple[_Key, int]]()
+    for event in _in_order(process):
+        key = event.name, event.trace, event.reference
+        if event.kind == Kind.MESSAGE:
+            start = event.end_ns - event.duration_ns
+            first = started.get(key)
+            queued = first.popleft()[1] if first else arrivals.take(key, start)
+            ends.add((key, start))
+            status = _STATUS.get(Status(event.status), Status(event.status).title)
+            yield Message(process, event.name, queued, start, event.end_ns, status, event)
+        elif event.status == QueueStatus.ARRIVED:
+            arrivals.add(key, event)
+        elif event.status == QueueStatus.STARTED:
+            started[key].append((event, arrivals.take(key, event.end_ns)))
+        else:
+            queued = arrivals.take(key, event.end_ns)
+            status = _LEFT.get(QueueStatus(event.status), "lost")
+            yield Message(process, event.name, queued, None, event.end_ns, status, event)
+    active, queued_status = ("active", "queued") if is_alive(process) else ("lost", "lost")
+    for each in process.going_on(Kind.MESSAGE):
+        key = each.name, each.trace, each.reference
+        # An activity may have ended before the events were read.
+        if each.state != State.CONSTRUCTING and (key, each.since_ns) not in ends:
+            queued = arrivals.take(key, each.since_ns)
+            yield Message(process, each.name, queued, each.since_ns, None, active, each)
+    for event, queued in (each for some in started.values() for each in some):
+        yield Message(process, event.name, queued, event.end_ns, None, active, event)
+    for event in (each for some in arrivals.waiting.values() for each in some):
+        yield Message(process, event.name, event.end_ns, None, None, queued_status, event)
+
+
+def _in_order(process: ProcessRecording) -> Iterator[RecordedEvent]:
+    messages = (event for event in process.events(Kind.MESSAGE) if event.detail != CONSTRUCTOR)
+    queue = process.events(Kind.QUEUE)
+    return iter(sorted([*messages, *queue])) if queue else messages
