@@ -263,7 +263,7 @@ QUERIES = {
         "select full_name, count(*) from messages join actors on actors.id = to_actor_id group by 1"
     ),
     "all events by kind": "select kind, count(*) from events group by 1",
-    "a metric of all ranks": "select avg(value), max(value) from metrics where name = 'loss'",
+    "a metric of all ranks": "select avg(value_f64), max(value_f64) from metric_gauges where name = 'loss'",
 }
 """What is asked -> the query."""
 

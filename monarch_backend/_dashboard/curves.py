@@ -9,7 +9,7 @@ import numpy
 
 from monarch_backend._dashboard.answers import Metrics, Series
 from monarch_backend._telemetry.kinds import Kind
-from monarch_backend._telemetry.metrics import SUMS, InstrumentKind
+from monarch_backend._telemetry.metrics import SUMS, InstrumentKind, kind_of
 from monarch_backend._telemetry.program_recording import Recording, double
 from monarch_backend._telemetry.reader import EventFilter
 
@@ -30,8 +30,8 @@ def curves(recording: Recording, name: str, points: int) -> Metrics:
     for process in recording.processes:
         for event in process.events(Kind.METRIC):
             if not name or event.name == name:
-                value = double(event.trace if event.reference in SUMS else event.value)
-                key = event.name or "(name not recorded)", event.reference, event.detail
+                value = double(event.trace if kind_of(event.reference) in SUMS else event.value)
+                key = event.name or "(name not recorded)", kind_of(event.reference), event.detail
                 label = f"{process.label} on {process.host}" if process.host else process.label
                 found[key][label, process.pid].append(((event.end_ns + recording.wall_offset_ns) / 1e9, value))
     series = [each for key in sorted(found) for each in _series(key, found[key], points)]

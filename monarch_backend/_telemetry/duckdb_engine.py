@@ -39,9 +39,10 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
 }
 _READS = {"SELECT", "MULTI", "EXPLAIN"}  # MULTI is a PIVOT
 _INTEGERS = {
-    "actors_seen", "bytes", "call", "depth", "ended", "events", "exit_code", "handled", "id", "is_slow", "line",
-    "memory_bytes", "messages", "number", "overwritten_events", "parent_span", "pid", "port_index", "queue", "rank",
-    "ranks", "reference", "restarts", "steps", "events.status", "activities.value",
+    "actors_seen", "bytes", "call", "count", "depth", "ended", "events", "exit_code", "handled", "id",
+    "is_monotonic", "is_slow", "line", "memory_bytes", "messages", "number", "overwritten_events", "parent_span",
+    "pid", "port_index", "queue", "rank", "ranks", "reference", "restarts", "steps", "events.status",
+    "activities.value",
 }  # fmt: skip
 _REALS = {"cpu_s", "factor", "total", "value"}
 
@@ -68,10 +69,10 @@ def constant(expression: str) -> object:
 
 def column_type(table: str, column: str) -> str:
     """Return the type of a column. SQLite's columns have none."""
-    is_number = column.endswith(("_id", "_pid", "_us")) and column != "thread_id"  # a text in Monarch
+    is_number = column.endswith(("_id", "_pid", "_us", "_i64", "_u64")) and column != "thread_id"  # a text in Monarch
     if is_number or {column, f"{table}.{column}"} & _INTEGERS:
         return "BIGINT"
-    return "DOUBLE" if column in _REALS else "VARCHAR"
+    return "DOUBLE" if column in _REALS or column.endswith("_f64") else "VARCHAR"
 
 
 def select(

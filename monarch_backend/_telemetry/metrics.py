@@ -2,13 +2,19 @@
 
 An event of a counter has the increment as its value. Its trace is the sum since the recording began. So the sum stays
 right when the ring has overwritten older events.
+
+The reference of an event has the kind and the number of its instrument. A name that stays in the recording has the
+meter and the unit of that number.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from monarch_backend import _native
@@ -27,7 +33,7 @@ Attributes = Mapping[str, Any] | None
 
 
 class InstrumentKind(NamedNumber):
-    """Kind of an instrument: the reference of its events."""
+    """Kind of an instrument: in the reference of its events."""
 
     COUNTER = 1
     UP_DOWN_COUNTER = 2
@@ -39,19 +45,58 @@ SUMS = InstrumentKind.COUNTER, InstrumentKind.UP_DOWN_COUNTER
 """Kinds whose events have the sum so far."""
 
 
+BOUNDS = tuple(float(f"{digit}e{exponent}") for exponent in range(-5, 5) for digit in (1, 2.5, 5))
+"""Upper bounds of the buckets of each histogram: three in each power of ten, from 10 us to 50,000."""
+
 MAX_TOTALS = 2000
 """Sets of attributes of a counter that have their own sum. Further ones share a sum, as in OpenTelemetry."""
 
 _OVERFLOW = "further attributes"
 
 
+_KIND_BITS = 8  # of the reference of an event; the others are the number of the instrument
+_ABOUT = re.compile(r"instrument (\d+): (.*)", re.DOTALL)
+_numbers = itertools.count(1)
+
+
+def kind_of(reference: int) -> int:
+    """Return the `InstrumentKind` of an event with this reference."""
+    return reference & ((1 << _KIND_BITS) - 1)
+
+
+def number_of(reference: int) -> int:
+    """Return the number of the instrument of an event with this reference, 0 for none."""
+    return reference >> _KIND_BITS
+
+
+def instruments(names: Iterable[str]) -> dict[int, tuple[str, str]]:
+    """Return the meter and the unit of each number of an instrument, from the names that a process has recorded.
+
+    >>> instruments(['trainer', 'instrument 2: ["loader","ms"]'])
+    {2: ('loader', 'ms')}
+    """
+    found = {}
+    for name in names:
+        about = _ABOUT.fullmatch(name)
+        if about:
+            try:
+                meter, unit = json.loads(about[2])
+            except ValueError:  # the name of a span
+                continue
+            found[int(about[1])] = str(meter), str(unit)
+    return found
+
+
 class _Instrument:
-    """Base class of instruments. ``unit`` and ``description`` are for people; they are not recorded."""
+    """Base class of instruments. ``description`` is for people; it is not recorded."""
 
     _kind: InstrumentKind
 
     def __init__(self, meter: str, name: str, unit: str, description: str) -> None:
         self._meter, self.name, self.unit, self.description = meter, name, unit, description
+        number = next(_numbers)
+        self._reference = self._kind | number << _KIND_BITS
+        self._about = f"instrument {number}: {json.dumps([meter, unit], separators=(',', ':'))}"
 
     def __reduce__(self) -> Any:
         """In another process it is the instrument of that process."""
@@ -61,8 +106,10 @@ class _Instrument:
         return f"{type(self).__name__}({self.name!r})"
 
     def _record(self, value: Number, detail: int, total: int = 0) -> None:
-        name = texts.name_number(self.name)
-        record_event(_METRIC, 0, name, detail, 0, self._kind, float(value), total)
+        name, about = texts.name_number(self.name), texts.name(self._about)
+        if about:
+            recorder.name_number(about)  # once in a recording
+        record_event(_METRIC, 0, name, detail, 0, self._reference, float(value), total)
 
 
 class _Summing(_Instrument):
@@ -230,7 +277,9 @@ class Meter:
 
     def _create(self, kind: type[Made], name: str, unit: str, description: str) -> Made:
         with self._lock:
-            made = self._instruments.setdefault((kind, name), kind(self.name, name, unit, description))
+            made = self._instruments.get((kind, name))
+            if made is None:
+                made = self._instruments[kind, name] = kind(self.name, name, unit, description)
         assert isinstance(made, kind)
         return made
 
@@ -257,7 +306,8 @@ fork.register(fork.Step.RECORDING, after_in_child=_in_forked_child)
 def get_meter(name: str = "monarch") -> Meter:
     """Return the meter of this name, which makes counters, histograms and gauges.
 
-    The meter's name is not recorded: give metrics names that are clear alone.
+    SQL has the meter's name as ``scope_name``. Exporters and curves leave it out, so give metrics names that are clear
+    alone.
 
     >>> from monarch_backend.telemetry import get_meter
     >>> get_meter("trainer") is get_meter("trainer")

@@ -34,7 +34,9 @@ KINDS: dict[str, frozenset[Kind]] = {
     "spans": ACTORS | {Kind.SPAN},
     "span_events": frozenset({Kind.SPAN}),
     "events": _ALL,
-    "metrics": frozenset({Kind.METRIC}),
+    "metric_gauges": frozenset({Kind.METRIC}),
+    "metric_sums": frozenset({Kind.METRIC}),
+    "metric_histograms": frozenset({Kind.METRIC}),
     "processes": frozenset(),
     "activities": frozenset(),
     "collectives": frozenset({Kind.COLLECTIVE}),
@@ -83,7 +85,9 @@ _ROWS = {
         Kind.SPAN, needs={"thread_name": ACTORS, "actor_id": ACTORS}, of_earlier=frozenset({"parent_id"})
     ),
     "events": _Rows(None, needs={"thread_name": ACTORS, "parent_span": frozenset({Kind.SPAN})}),
-    "metrics": _Rows(Kind.METRIC),
+    "metric_gauges": _Rows(Kind.METRIC),
+    "metric_sums": _Rows(Kind.METRIC),
+    "metric_histograms": _Rows(Kind.METRIC),
     "collectives": _Rows(Kind.COLLECTIVE),
     "steps": _Rows(Kind.STEP),
     "transfers": _Rows(Kind.TRANSFER),
@@ -128,9 +132,9 @@ def tables_of(sql: str, engine: str = "sqlite") -> list[str]:
 def wanted_by(sql: str, engine: str = "sqlite") -> WantedEvents:
     """Return the events that a query needs.
 
-    >>> wanted_by("select avg(value) from metrics where pid = 4711 and timestamp_us > 2e15").pids
+    >>> wanted_by("select avg(value_f64) from metric_gauges where pid = 4711 and timestamp_us > 2e15").pids
     frozenset({4711})
-    >>> sorted(kind.title for kind in wanted_by("select * from steps join metrics using (pid)").kinds)
+    >>> sorted(kind.title for kind in wanted_by("select * from steps join metric_sums using (pid)").kinds)
     ['metric', 'step']
     """
     words = set(re.findall(r"\w+", sql.lower()))

@@ -6,7 +6,9 @@ docs/operate/telemetry.md explains the columns.
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
@@ -15,7 +17,7 @@ from typing import Any
 from monarch_backend._telemetry import jobs, stragglers
 from monarch_backend._telemetry.kinds import BATCH, COMPILER, Kind, State, Status
 from monarch_backend._telemetry.messages import Message, messages_of
-from monarch_backend._telemetry.metrics import SUMS, InstrumentKind
+from monarch_backend._telemetry.metrics import BOUNDS, SUMS, InstrumentKind, instruments, kind_of, number_of
 from monarch_backend._telemetry.program_output import ALL_LINES
 from monarch_backend._telemetry.program_recording import (
     CONSTRUCTOR,
@@ -29,11 +31,18 @@ from monarch_backend._telemetry.programs import ENDED, Process, Program, activit
 from monarch_backend._telemetry.rank_states import exit_text
 from monarch_backend._telemetry.reader import Activity, RecordedEvent, RecordedProcess
 from monarch_backend._telemetry.recorded_meshes import RecordedMesh, RecordedMeshes
+from monarch_backend._telemetry.resources import resource_of
 from monarch_backend._telemetry.stacks import Stacks
 from monarch_backend._telemetry.subject import Subject, ThisMachine
 from monarch_backend._telemetry.transfer_ends import EndsOfTransfers
 
 Row = tuple[Any, ...]
+
+
+def _numbers(name: str) -> tuple[str, str, str]:
+    """Return the columns of a number of a metric, one for each type. All recorded numbers are doubles."""
+    return f"{name}_f64", f"{name}_i64", f"{name}_u64"
+
 
 COLUMNS = {
     "actors": (
@@ -64,7 +73,19 @@ COLUMNS = {
         "module_path", "file", "line", "id", "kind", "status", "detail", "duration_us", "reference", "value", "trace",
         "number", "pid", "process",
     ),
-    "metrics": ("id", "timestamp_us", "name", "instrument", "value", "total", "attributes", "pid", "process"),
+    "metric_gauges": (
+        "name", "timestamp_us", "start_timestamp_us", "scope_name", "unit", "attributes_json",
+        "resource_attributes_json", *_numbers("value"), "pid", "process",
+    ),
+    "metric_sums": (
+        "name", "timestamp_us", "start_timestamp_us", "scope_name", "unit", "temporality", "is_monotonic",
+        "attributes_json", "resource_attributes_json", *_numbers("sum"), "total", "pid", "process",
+    ),
+    "metric_histograms": (
+        "name", "timestamp_us", "start_timestamp_us", "scope_name", "unit", "temporality", "attributes_json",
+        "resource_attributes_json", "count", *_numbers("sum"), *_numbers("min"), *_numbers("max"), "bounds_json",
+        "bucket_counts_json", "pid", "process",
+    ),
     "processes": (
         "pid", "label", "program_pid", "command", "parent_pid", "state", "exit_code", "timestamp_us", "memory_bytes",
         "cpu_s", "events", "overwritten_events", "identity", "host", "ended_us", "restarts",
@@ -345,19 +366,48 @@ class Tables:
                     each.name, None, "ERROR" if each.status in (Status.ERROR, Status.ABORTED) else "INFO",
                     each.detail if has_fields else "{}", self._wall(each.end_ns), span, str(each.thread),
                     self._thread(process, each.thread), None, None, None, number, kind.title, each.status,
-                    each.detail, each.duration_ns // 1000, _signed(each.reference),
+                    each.detail, each.duration_ns // 1000,
+                    kind_of(each.reference) if kind == Kind.METRIC else _signed(each.reference),
                     double(each.value) if kind == Kind.METRIC else _signed(each.value),
                     None if kind == Kind.COLLECTIVE else _identity(each.trace), each.number, process.pid,
                     process.label,
                 )  # fmt: skip
 
-    def _metrics_rows(self) -> Iterator[Row]:
-        for number, (process, event) in enumerate(self._events(Kind.METRIC), 1):
-            kind = event.reference
-            sums = kind in SUMS
+    def _metrics(self, *kinds: InstrumentKind) -> Iterator[tuple[ProcessRecording, RecordedEvent, Row, Row]]:
+        """Yield events of metrics, with two groups of columns: the meter and unit, the attributes and resource."""
+        for process in self._recording.processes:
+            events = [each for each in process.events(Kind.METRIC) if kind_of(each.reference) in kinds]
+            if not events:
+                continue
+            known = instruments(process.recorded.names)
+            resource = json.dumps(resource_of(process))
+            for event in events:
+                about = known.get(number_of(event.reference), (None, None))
+                yield process, event, about, (event.detail or "{}", resource)
+
+    def _metric_gauges_rows(self) -> Iterator[Row]:
+        for process, event, about, attributes in self._metrics(InstrumentKind.GAUGE):
             yield (
-                number, self._wall(event.end_ns), event.name, InstrumentKind(kind).title, double(event.value),
-                double(event.trace) if sums else None, event.detail or None, process.pid, process.label,
+                event.name, self._wall(event.end_ns), None, *about, *attributes, double(event.value), None, None,
+                process.pid, process.label,
+            )  # fmt: skip
+
+    def _metric_sums_rows(self) -> Iterator[Row]:
+        for process, event, about, attributes in self._metrics(*SUMS):
+            at, is_monotonic = self._wall(event.end_ns), int(kind_of(event.reference) == InstrumentKind.COUNTER)
+            yield (
+                event.name, at, at, *about, "delta", is_monotonic, *attributes, double(event.value), None, None,
+                double(event.trace), process.pid, process.label,
+            )  # fmt: skip
+
+    def _metric_histograms_rows(self) -> Iterator[Row]:
+        for process, event, about, attributes in self._metrics(InstrumentKind.HISTOGRAM):
+            at, value = self._wall(event.end_ns), double(event.value)
+            counts = [0] * (len(BOUNDS) + 1)
+            counts[bisect.bisect_left(BOUNDS, value)] = 1
+            yield (
+                event.name, at, at, *about, "delta", *attributes, 1, *[value, None, None] * 3, json.dumps(BOUNDS),
+                json.dumps(counts), process.pid, process.label,
             )  # fmt: skip
 
     def _collectives_rows(self) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any, TextIO
 
 from monarch_backend._telemetry.kinds import Kind, Status
-from monarch_backend._telemetry.metrics import SUMS
+from monarch_backend._telemetry.metrics import SUMS, kind_of
 from monarch_backend._telemetry.profiler import MARK
 from monarch_backend._telemetry.profiles import Profile
 from monarch_backend._telemetry.program_recording import (
@@ -392,7 +392,7 @@ def _counters(process: _Process) -> Iterator[dict[str, Any]]:
 
 def _value(event: RecordedEvent) -> float:
     """Return what a track of a metric shows: the sum of a counter, and the value of others."""
-    return double(event.trace if event.reference in SUMS else event.value)
+    return double(event.trace if kind_of(event.reference) in SUMS else event.value)
 
 
 def _metadata(processes: list[_Process]) -> Iterator[dict[str, Any]]:

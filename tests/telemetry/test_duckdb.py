@@ -61,8 +61,8 @@ BUCKETS = """
     group by all order by all
 """
 ASOF = """
-    select number, value from steps asof join metrics
-    on steps.pid = metrics.pid and steps.timestamp_us >= metrics.timestamp_us
+    select number, value_f64 from steps asof join metric_gauges as loss
+    on steps.pid = loss.pid and steps.timestamp_us >= loss.timestamp_us
     where steps.pid = 12 and number < 4 order by all
 """
 PIVOT = "pivot (from steps where number < 2) on pid using count(*) group by number order by 1"
@@ -73,7 +73,7 @@ LISTS = "select list_transform([1, 2], lambda x: x + 1), list(number order by nu
 @pytest.mark.parametrize(
     ("text", "rows"),
     [
-        ("select quantile_cont(value, 0.5) from metrics", [(2.25,)]),
+        ("select quantile_cont(value_f64, 0.5) from metric_gauges", [(2.25,)]),
         (BUCKETS, [(BEGIN_S, 12), (BEGIN_S + 4, 12), (BEGIN_S + 8, 6)]),
         (ASOF, [(1, 0.0), (2, 0.5), (3, 1.0)]),
         (PIVOT, [(0, 1, 1, 1), (1, 1, 1, 1)]),
@@ -151,7 +151,7 @@ SUPERSETS = [
     "select count(*) from query('select * from st' || 'eps')",
     "select count(*) from query_table('steps')",
     "from query_table(['steps']) select max(number)",
-    "select (from steps select count(*)), count(*) from metrics where pid = 12",
+    "select (from steps select count(*)), count(*) from metric_sums where pid = 12",
     "from steps where pid = 12",
     "from steps positional join (from steps where pid = 12) as s select count(*)",
     "summarize steps",
@@ -163,7 +163,7 @@ SUPERSETS = [
 @pytest.mark.parametrize("text", SUPERSETS)
 def test_query_that_is_not_understood_loses_no_rows(text: str, steps: Recording) -> None:
     wanted = wanted_by(text, "duckdb")
-    assert wanted.kinds >= ({Kind.METRIC} if "from metrics" in text else {Kind.STEP})
+    assert wanted.kinds >= ({Kind.METRIC} if "from metric_" in text else {Kind.STEP})
     if wanted.pids is not None or wanted.since_us:
         assert _rows(text, _only_wanted(text, steps)) == _rows(text, steps)
 

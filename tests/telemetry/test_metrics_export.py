@@ -20,8 +20,8 @@ import pytest
 
 from monarch_backend._core import platform
 from monarch_backend._telemetry.export import prometheus, series
-from monarch_backend._telemetry.export.series import BOUNDS, Collector, Distribution, Family, Point
-from monarch_backend._telemetry.metrics import InstrumentKind
+from monarch_backend._telemetry.export.series import Collector, Distribution, Family, Point
+from monarch_backend._telemetry.metrics import BOUNDS, InstrumentKind
 from monarch_backend._telemetry.program_recording import Recording, Unread
 from monarch_backend._telemetry.reader import EventFilter
 from monarch_backend._telemetry.subject import ThisMachine

@@ -18,7 +18,7 @@ from monarch_backend import _native, actor, telemetry
 from monarch_backend._core import platform
 from monarch_backend._telemetry import recorder, spans, texts
 from monarch_backend._telemetry.kinds import Kind, State, Status
-from monarch_backend._telemetry.metrics import InstrumentKind
+from monarch_backend._telemetry.metrics import InstrumentKind, kind_of
 from monarch_backend._telemetry.reader import Area, RecordedEvent, RecordedProcess
 from monarch_backend._telemetry.recording_area import RecordingArea
 
@@ -164,7 +164,7 @@ def test_metrics_record_values_sums_and_attributes(area: RecordingArea) -> None:
         "else: raise AssertionError\n",
     )
     seen = [
-        (e.name, InstrumentKind(e.reference).name, _double(e.value), _double(e.trace), e.detail)
+        (e.name, InstrumentKind(kind_of(e.reference)).name, _double(e.value), _double(e.trace), e.detail)
         for e in process.events
         if e.kind == Kind.METRIC
     ]

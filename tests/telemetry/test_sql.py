@@ -343,12 +343,19 @@ MONARCH = {
     "message_status_events": "id timestamp_us message_id status",
     "spans": "id name target level fields_json timestamp_us parent_id thread_name file line",
     "span_events": "id timestamp_us event_type",
+    "metric_gauges": "name timestamp_us start_timestamp_us scope_name unit attributes_json resource_attributes_json "
+    "value_f64 value_i64 value_u64",
+    "metric_sums": "name timestamp_us start_timestamp_us scope_name unit temporality is_monotonic attributes_json "
+    "resource_attributes_json sum_f64 sum_i64 sum_u64",
+    "metric_histograms": "name timestamp_us start_timestamp_us scope_name unit temporality attributes_json "
+    "resource_attributes_json count sum_f64 sum_i64 sum_u64 min_f64 min_i64 min_u64 max_f64 max_i64 max_u64 "
+    "bounds_json bucket_counts_json",
     "events": "name target level fields_json timestamp_us parent_span thread_id thread_name module_path file line",
 }
 """Columns of the tables that Monarch has, of its crate monarch_telemetry_schema."""
 
 PUSHED = [
-    ("select name, value from metrics where {pid} = pid and value > 0", "metric", True, False, ""),
+    ("select name, value_f64 from metric_gauges where {pid} = pid and value_f64 > 0", "metric", True, False, ""),
     ("select actor, endpoint from messages where to_pid = {pid} + 0 and status = 'failed'", "message queue", True,
      False, ""),
     ("select name from spans where timestamp_us >= {now} - 1 and pid = {pid};", "span", True, True, ""),
@@ -372,7 +379,7 @@ PUSHED = [
     ("select count(*) from steps where case when pid = 1 and pid = {pid} then 0 else 1 end", "step", False, False, ""),
     ("select count(*) from steps where pid in (select 0) or name = '' /* and pid = 0 */", "step", False, False, ""),
     ("select a.pid from steps a join steps b on a.pid = b.pid where a.pid = {pid}", "step", False, False, ""),
-    ("select pid from steps where pid = {pid} union select pid from metrics", "metric step", False, False, ""),
+    ("select pid from steps where pid = {pid} union select pid from metric_sums", "metric step", False, False, ""),
     ("select 1 as pid\u2003 from steps where pid\u2003 = 1 and pid = {pid}", "step", False, False, ""),
     ("select label, overwritten_events from processes", None, False, False, ""),
 ]  # fmt: skip
@@ -566,11 +573,33 @@ def test_calls_that_all_ranks_have_handled_have_their_view(recording: Recording)
 
 @each_engine
 def test_metrics_have_values_and_sums(engine: str, recording: Recording) -> None:
-    values = "min(instrument), max(total), sum(value), min(attributes)"
-    query = f"select {values} from metrics where name = 'samples' group by pid"
-    assert sorted(_rows(query, recording, engine)) == [("counter", n, n, '{"split":"train"}') for n in (40, 48)]
-    query = "select min(instrument), count(value), count(total) from metrics where name = 'loss'"
-    assert _rows(query, recording, engine) == [("gauge", 9, 0)]  # SQL has NULL for values that are not numbers
+    values = "max(total), sum(sum_f64), min(attributes_json), min(is_monotonic), min(temporality), count(sum_u64)"
+    query = f"select {values} from metric_sums where name = 'samples' group by pid"
+    assert sorted(_rows(query, recording, engine)) == [(n, n, '{"split":"train"}', 1, "delta", 0) for n in (40, 48)]
+    query = "select count(value_f64), count(*), min(attributes_json) from metric_gauges where name = 'loss'"
+    assert _rows(query, recording, engine) == [(9, 11, "{}")]  # SQL has NULL for values that are not numbers
+    assert _rows("select count(*) from metric_gauges where name = 'samples'", recording, engine) == [(0,)]
+
+
+@each_engine
+def test_metrics_have_the_meter_the_unit_and_the_process(engine: str, recording: Recording) -> None:
+    query = """
+        select distinct scope_name, unit, json_extract_string(resource_attributes_json, '$."monarch.process"')
+        from metric_sums where name = 'samples' order by 3
+    """
+    if engine == "sqlite":
+        query = query.replace("json_extract_string", "json_extract")
+    assert _rows(query, recording, engine) == [("m", "ms", f"gpus {rank} of trainers") for rank in (0, 1)]
+
+
+@each_engine
+def test_histograms_have_a_row_for_each_value(engine: str, recording: Recording) -> None:
+    query = "select scope_name, count, min_f64, max_f64, bounds_json, bucket_counts_json from metric_histograms"
+    [(*values, bounds, counts)] = _rows(f"{query} where name = 'wait' and sum_f64 = 0.25", recording, engine)
+    assert values == ["other", 1, 0.25, 0.25]
+    edges = [-math.inf, *json.loads(bounds), math.inf]
+    [place] = [at for at, count in enumerate(json.loads(counts)) if count]
+    assert edges[place] < 0.25 <= edges[place + 1] and len(edges) == len(json.loads(counts)) + 1
 
 
 def test_logs_are_the_kept_output(recording: Recording) -> None:

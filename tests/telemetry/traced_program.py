@@ -24,12 +24,13 @@ class Worker(Actor):
     def step(self, number):
         with span("step", number=number):
             with span("forward"):
-                get_meter("m").create_counter("samples").add(8, {"split": "train"})
+                get_meter("m").create_counter("samples", unit="ms").add(8, {"split": "train"})
             get_meter("m").create_gauge("loss").set(float("nan") if number == 2 else 1.0 / (number + 1))
         telemetry.step()
 
     @endpoint
     def relay(self, other):
+        get_meter("other").create_histogram("wait").record(0.25)
         with span("relay"):
             other.step.call_one(100).get()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import urllib.parse
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,17 +23,16 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from monarch_backend import __version__
 from monarch_backend._telemetry.export.series import (
-    BOUNDS,
     Collector,
     Distribution,
     Family,
-    title_of,
 )
 from monarch_backend._telemetry.export.span_tree import Node, SpanTree
 from monarch_backend._telemetry.kinds import Kind
-from monarch_backend._telemetry.metrics import SUMS, InstrumentKind
+from monarch_backend._telemetry.metrics import BOUNDS, SUMS, InstrumentKind
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording
 from monarch_backend._telemetry.reader import ALL_EVENTS, EventFilter
+from monarch_backend._telemetry.resources import resource_of
 from monarch_backend._telemetry.trace_context import HEADER
 from monarch_backend._telemetry.unseen_processes import MAX_UNSEEN, with_unseen
 
@@ -204,20 +202,9 @@ def _checked(endpoint: str) -> str:
 
 
 def _resource(process: ProcessRecording) -> Resource:
-    rank, _, mesh = process.label.partition(" of ")
-    host = process.host or socket.gethostname()
-    attributes: dict[str, Any] = {
-        "service.name": title_of(process.program),
-        "service.instance.id": ":".join(map(str, (host, *process.recorded.key))),
-        "host.name": host,
-        "process.pid": process.pid,
-        "monarch.process": process.label,
-    }
-    if rank.rpartition(" ")[2].isdecimal():
-        attributes["monarch.rank"] = rank
-    if mesh:
-        attributes["monarch.mesh"] = mesh
-    return Resource(attributes)
+    about = resource_of(process)
+    instance = ":".join(map(str, (about["host.name"], *process.recorded.key)))
+    return Resource({**about, "service.instance.id": instance})
 
 
 def _span(node: Node, resource: Resource, wall_offset: int) -> ReadableSpan:

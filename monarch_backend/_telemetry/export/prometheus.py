@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from monarch_backend._core.addresses import is_loopback
-from monarch_backend._telemetry.export.series import BOUNDS, Distribution, Family, Point
-from monarch_backend._telemetry.metrics import InstrumentKind
+from monarch_backend._telemetry.export.series import Distribution, Family, Point
+from monarch_backend._telemetry.metrics import BOUNDS, InstrumentKind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

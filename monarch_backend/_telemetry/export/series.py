@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monarch_backend._telemetry.kinds import Kind, State, Status
-from monarch_backend._telemetry.metrics import MAX_TOTALS, InstrumentKind
+from monarch_backend._telemetry.metrics import BOUNDS, MAX_TOTALS, InstrumentKind, kind_of
 from monarch_backend._telemetry.program_recording import (
     CONSTRUCTOR,
     ProcessRecording,
@@ -24,12 +24,9 @@ from monarch_backend._telemetry.program_recording import (
     double,
     is_alive,
 )
-from monarch_backend._telemetry.programs import Program
 from monarch_backend._telemetry.reader import EventFilter, RecordedEvent
+from monarch_backend._telemetry.resources import title_of
 from monarch_backend._telemetry.unseen_processes import MAX_UNSEEN, with_unseen
-
-BOUNDS = tuple(float(f"{digit}e{exponent}") for exponent in range(-5, 5) for digit in (1, 2.5, 5))
-"""Upper bounds of the buckets of each histogram: three in each power of ten, from 10 us to 50,000."""
 
 FURTHER = {"further_attributes": "true"}
 """Attributes of the series that all values share after the first `MAX_TOTALS` sets of attributes of an instrument."""
@@ -122,7 +119,7 @@ class _Sums:
         self.counts["monarch.events.overwritten", ()] += process.recorded.lost
         for event in process.recorded.events:
             self.last_event = event.number
-            if event.kind == Kind.METRIC and event.reference in _KINDS:
+            if event.kind == Kind.METRIC and kind_of(event.reference) in _KINDS:
                 self._add_metric(event)
             elif event.kind == Kind.SENT:
                 self._count("monarch.messages.sent", event, actor=event.name, endpoint=event.detail)
@@ -149,15 +146,16 @@ class _Sums:
         self.durations.setdefault(key, Distribution()).add(event.duration_ns / 1e9)
 
     def _add_metric(self, event: RecordedEvent) -> None:
-        series = self.users.setdefault((event.reference, event.name), {})
+        kind = kind_of(event.reference)
+        series = self.users.setdefault((kind, event.name), {})
         key = pairs_of(event.detail)
         if key not in series and len(series) >= MAX_TOTALS:
             key = tuple(FURTHER.items())
-        if event.reference == InstrumentKind.HISTOGRAM:
+        if kind == InstrumentKind.HISTOGRAM:
             distribution = series.setdefault(key, Distribution())
             assert isinstance(distribution, Distribution)
             distribution.add(double(event.value))
-        elif event.reference == InstrumentKind.GAUGE:
+        elif kind == InstrumentKind.GAUGE:
             series[key] = double(event.value)
         else:
             series[key] = double(event.trace)
@@ -257,11 +255,6 @@ def _of_now(process: ProcessRecording) -> Iterator[Value]:
 
 def _status(event: RecordedEvent) -> str:
     return Status(event.status).title
-
-
-def title_of(program: Program) -> str:
-    """Return the name of a program, by the label of its own process: without arguments, which may be secret."""
-    return program.processes[0].label.removeprefix("program ") if program.processes else ""
 
 
 def pairs_of(detail: str) -> Attributes:
