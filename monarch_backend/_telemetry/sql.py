@@ -269,6 +269,26 @@ def _fill(connection: sqlite3.Connection, tables: Filled) -> None:
         connection.executemany(f"insert into {table} values ({marks})", rows)
 
 
+def _add_information_schema(connection: sqlite3.Connection) -> None:
+    """Make the catalog of the tables in standard SQL, which SQLite lacks and DuckDB has."""
+    catalog: Filled = {
+        "tables": (
+            ("table_catalog", "table_schema", "table_name", "table_type"),
+            [("memory", "main", table, "BASE TABLE") for table in COLUMNS],
+        ),
+        "columns": (
+            ("table_catalog", "table_schema", "table_name", "column_name", "ordinal_position", "data_type"),
+            [
+                ("memory", "main", table, column, place, duckdb_engine.column_type(table, column))
+                for table, columns in COLUMNS.items()
+                for place, column in enumerate(columns, 1)
+            ],
+        ),
+    }
+    connection.execute("attach ':memory:' as information_schema")
+    _fill(connection, {f"information_schema.{table}": rows for table, rows in catalog.items()})
+
+
 def _select_from(connection: sqlite3.Connection, sql: str) -> Selected:
     refused: list[str] = []
 
@@ -278,6 +298,7 @@ def _select_from(connection: sqlite3.Connection, sql: str) -> Selected:
         refused.append("")
         return sqlite3.SQLITE_DENY
 
+    _add_information_schema(connection)
     deadline = time.monotonic() + TIME_LIMIT_S
     if sys.version_info >= (3, 11):
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)

@@ -547,6 +547,22 @@ def test_tables_begin_with_the_columns_of_monarch(engine: str, recording: Record
 
 
 @each_engine
+def test_information_schema_has_the_tables_and_columns(engine: str, recording: Recording, saved: Path) -> None:
+    for ask in (
+        lambda text: _rows(text, recording, engine),
+        lambda text: sql.answer_from(text, str(saved), engine).rows,
+    ):
+        names = (
+            "select table_name from information_schema.tables where table_schema = 'main' and table_type = 'BASE TABLE'"
+        )
+        assert sorted(name for (name,) in ask(names)) == sorted(COLUMNS)
+        columns = "select column_name, ordinal_position, data_type from information_schema.columns"
+        assert ask(f"{columns} where table_name = 'span_events' order by ordinal_position") == [
+            ("id", 1, "BIGINT"), ("timestamp_us", 2, "BIGINT"), ("event_type", 3, "VARCHAR"),
+        ]  # fmt: skip
+
+
+@each_engine
 def test_events_have_the_span_that_encloses_them(engine: str, recording: Recording) -> None:
     query = """
         select distinct events.name, events.detail, spans.name, events.level, events.fields_json, thread_id = ''
