@@ -13,10 +13,11 @@ from monarch_backend._telemetry.metrics import Counter, Gauge, Histogram, Meter,
 from monarch_backend._telemetry.present_context import traceparent
 from monarch_backend._telemetry.profile_result import ProfileResult
 from monarch_backend._telemetry.spans import remote_parent, span, traced
-from monarch_backend._telemetry.sql import QueryError, QueryResult, ReadProcess, query
+from monarch_backend._telemetry.sql import AskedHost, QueryError, QueryResult, ReadProcess, query
 from monarch_backend._telemetry.steps import step
 
 __all__ = [
+    "AskedHost",
     "Counter",
     "Gauge",
     "Histogram",

@@ -184,8 +184,16 @@ class Logs(msgspec.Struct):
     not_read: list[str] = []
 
 
+class HostOfAnswer(msgspec.Struct):
+    """A host that was asked. ``reason`` is null if it has answered."""
+
+    name: str
+    answered: bool
+    reason: str | None
+
+
 class SqlAnswer(msgspec.Struct):
-    """Answer to a query.
+    """Answer to a query, with all hosts that were asked.
 
     ``events_per_process`` is the number of last events that were read of each process.
     """
@@ -196,6 +204,7 @@ class SqlAnswer(msgspec.Struct):
     not_read: list[str]
     overwritten: int
     events_per_process: int
+    hosts: list[HostOfAnswer]
 
 
 class CollectiveInFlight(msgspec.Struct):

@@ -21,6 +21,7 @@ from monarch_backend._dashboard.answers import (
     ActivityAnswer,
     Collectives,
     Failures,
+    HostOfAnswer,
     LogLineAnswer,
     Logs,
     Metrics,
@@ -273,6 +274,7 @@ def sql_query(source: Source, of: Query) -> SqlAnswer:
         not_read=result.unread,
         overwritten=sum(each.overwritten for each in result.processes),
         events_per_process=limit,
+        hosts=[HostOfAnswer(**each) for each in answer["hosts"]],
     )
 
 

@@ -533,7 +533,7 @@ class Job:
         """Return the answer to a query over what this program and all hosts of the job have recorded.
 
         docs/operate/telemetry.md has the tables. On each host of another machine a process is started that reads there.
-        Hosts that cannot be read are among ``unread`` of the answer, with the reason. With ``engine="duckdb"`` the
+        The answer has all ``hosts``, and for one that cannot be read the reason. With ``engine="duckdb"`` the
         query is one of DuckDB, which has to be installed here but not on the hosts.
 
         Raises QueryError for a wrong query, JobError if the job's file is invalid, NotImplementedError on systems

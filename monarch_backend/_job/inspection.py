@@ -32,7 +32,7 @@ from monarch_backend._telemetry import gpu_memory, late_ranks, process_signals, 
 from monarch_backend._telemetry.profile_result import ProfileResult, take_here
 from monarch_backend._telemetry.profiles import Profile
 from monarch_backend._telemetry.program_output import LineFilter, Lines
-from monarch_backend._telemetry.program_recording import Recording, Unread
+from monarch_backend._telemetry.program_recording import AskedHost, Recording, Unread
 from monarch_backend._telemetry.programs import Process, Program, programs
 from monarch_backend._telemetry.py_spy import RECORD_GRACE_S, PySpyError
 from monarch_backend._telemetry.rates import ProcessKey, RateMeter, Rates
@@ -90,7 +90,8 @@ class Inspection:
     def __init__(self, path: Path, controllers: Iterable[int] | None = None) -> None:
         file = state_file.read(path)
         hosts = [] if file is None else file.hosts
-        self._here = [host.daemon.pid for host in hosts if not host.where]
+        self._hosts_here = [host for host in hosts if not host.where]
+        self._here = [host.daemon.pid for host in self._hosts_here]
         self._controllers = [] if controllers is None else list(controllers)
         self._searched_again_at = float("-inf") if controllers is None else float("inf")
         self._finding = threading.Lock()
@@ -224,9 +225,22 @@ class Inspection:
         for each in found:
             here.add(each)
         here.unread += unread
+        here.hosts += [AskedHost(each.label, each.reason) for each in unread]
+        here.hosts += [each for each in self._local_hosts(here.programs) if of is None or each.has_answered]
         if with_late and found:
             late_ranks.add_of_hosts(here, self._places)
         return here
+
+    def _local_hosts(self, chosen: list[Program]) -> list[AskedHost]:
+        """Return the hosts of the job on this machine. One has answered if its daemon is among what was read."""
+        return [
+            AskedHost(
+                host.label,
+                "" if any(each.has([host.daemon.pid]) for each in chosen)
+                else f"its daemon (pid {host.daemon.pid}) records nothing, or has ended",
+            )
+            for host in self._hosts_here
+        ]  # fmt: skip
 
     def _places(self, host: str, pids: list[int]) -> list[str]:
         if not host:

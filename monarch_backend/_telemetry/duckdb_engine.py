@@ -39,7 +39,7 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
 }
 _READS = {"SELECT", "MULTI", "EXPLAIN"}  # MULTI is a PIVOT
 _INTEGERS = {
-    "actors_seen", "bytes", "call", "count", "depth", "ended", "events", "exit_code", "handled", "id",
+    "actors_seen", "answered", "bytes", "call", "count", "depth", "ended", "events", "exit_code", "handled", "id",
     "is_monotonic", "is_slow", "line", "memory_bytes", "messages", "number", "overwritten_events", "parent_span",
     "pid", "port_index", "queue", "rank", "ranks", "reference", "restarts", "steps", "events.status",
     "activities.value",

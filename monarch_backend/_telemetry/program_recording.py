@@ -107,12 +107,36 @@ class Unread:
         return f"{self.label or f'pid {self.pid}'}: {self.reason}"
 
 
+THIS_MACHINE = "this machine"
+"""Name of the machine of the reader among the hosts of an answer."""
+
+
+@dataclass(frozen=True)
+class AskedHost:
+    """A host that was asked for an answer. ``reason`` says why it has not answered, and is empty if it has.
+
+    >>> from monarch_backend.telemetry import AskedHost
+    >>> AskedHost("trainers[1] (gpu-2)", "it does not accept a connection").has_answered
+    False
+    """
+
+    name: str
+    reason: str = ""
+
+    @property
+    def has_answered(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}" if self.reason else self.name
+
+
 @dataclass
 class Recording:
     """What was read, at time ``now_ns``. Wall time in nanoseconds is a time here plus ``wall_offset_ns``.
 
     Times of processes on other machines may be wrong by ``clock_error_ns``. ``is_past``: it was read from a file,
-    so other processes may have its pids now.
+    so other processes may have its pids now. ``hosts`` are all that were asked.
     """
 
     programs: list[Program]
@@ -122,9 +146,11 @@ class Recording:
     wall_offset_ns: int
     clock_error_ns: int = 0
     is_past: bool = False
+    hosts: list[AskedHost] = field(default_factory=list)
 
     def seen_from(self, host: str, ahead_ns: int) -> None:
         """Name the host of all programs, and convert the times: its clock is ahead of the reader's by ``ahead_ns``."""
+        self.hosts = [AskedHost(host)]
         for program in self.programs:
             program.host = host
         for process in self.processes:
@@ -150,7 +176,12 @@ class Recording:
         self.programs += other.programs
         self.processes += other.processes
         self.unread += other.unread
+        self.hosts += other.hosts
         self.clock_error_ns = max(self.clock_error_ns, other.clock_error_ns)
+
+    def note_no_answer(self, host: str, reason: str) -> None:
+        """Note that a host has answered before, and does not any more."""
+        self.hosts = [AskedHost(host, reason) if each.name == host else each for each in self.hosts]
 
     def senders(self) -> dict[tuple[int, int], tuple[ProcessRecording, RecordedEvent]]:
         """Return the SENT events by the sender's identity and the number of the call.
@@ -233,7 +264,7 @@ def read_programs(chosen: list[Program], wanted: EventFilter | None = ALL_EVENTS
         key=lambda each: (each.program.pid, each.process.parent != 0, each.process.parent, each.recorded.index)
     )
     now = _native.monotonic_ns()
-    return Recording(chosen, processes, unread, now, time.time_ns() - now)
+    return Recording(chosen, processes, unread, now, time.time_ns() - now, hosts=[AskedHost(THIS_MACHINE)])
 
 
 def of_this_process() -> str | None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch_backend._telemetry.kinds import SlotState
-from monarch_backend._telemetry.program_recording import ProcessRecording, Recording, Unread
+from monarch_backend._telemetry.program_recording import AskedHost, ProcessRecording, Recording, Unread
 from monarch_backend._telemetry.programs import Process, Program
 from monarch_backend._telemetry.reader import ALL_EVENTS, Activity, EventFilter, RecordedEvent, RecordedProcess
 from monarch_backend._telemetry.unseen_processes import MAX_UNSEEN, with_unseen
@@ -168,8 +168,8 @@ class HistoryWriter:
                 count += len(each.recorded.events)
                 overwritten += each.recorded.lost
             connection.execute("delete from look")
-            unread = json.dumps([astuple(each) for each in recording.unread])
-            connection.execute("insert into look values (?, ?)", (now, unread))
+            answers = {name: [astuple(each) for each in getattr(recording, name)] for name in ("unread", "hosts")}
+            connection.execute("insert into look values (?, ?)", (now, json.dumps(answers)))
             connection.execute("commit")
         last = {key: self._last[key] for each in recording.processes if (key := each.recorded.key) in self._last}
         last |= {
@@ -265,7 +265,7 @@ def read(folder: str | Path, wanted: EventFilter = ALL_EVENTS) -> Recording:
     events: dict[Key, list[RecordedEvent]] = {}
     overwritten: dict[Key, int] = {}
     kept: dict[Key, int] = {}
-    looked_at, not_read, left = 0, "[]", MAX_EVENTS
+    looked_at, answers, left = 0, "{}", MAX_EVENTS
     is_cut = False
     for path in reversed(files):  # the newest one has the last state of a process
         try:
@@ -273,7 +273,7 @@ def read(folder: str | Path, wanted: EventFilter = ALL_EVENTS) -> Recording:
                 connection.execute("begin")
                 for unix_ns, text in connection.execute("select unix_ns, not_read from look"):
                     if unix_ns > looked_at:
-                        looked_at, not_read = unix_ns, text
+                        looked_at, answers = unix_ns, text
                 keys = _read_processes(connection, path.name, rows, overwritten)
                 for process, count in connection.execute("select process, count(*) from event group by process"):
                     kept[keys[process]] = kept.get(keys[process], 0) + count
@@ -287,7 +287,11 @@ def read(folder: str | Path, wanted: EventFilter = ALL_EVENTS) -> Recording:
             events.setdefault(keys[process], []).append(_event(fields))
         left -= len(found[:left])
     recording = _recording(rows, events, kept, overwritten, looked_at)
-    recording.unread += [Unread(*each) for each in json.loads(not_read)]
+    of_last_look = json.loads(answers)
+    if isinstance(of_last_look, list):  # a file of an earlier release
+        of_last_look = {"unread": of_last_look}
+    recording.unread += [Unread(*each) for each in of_last_look.get("unread", [])]
+    recording.hosts += [AskedHost(*each) for each in of_last_look.get("hosts", [])]
     if is_cut:
         reason = f"a query reads its newest {MAX_EVENTS:,} events: ask with a condition on timestamp_us or kind"
         recording.unread.append(Unread(0, "older events of the history", reason))

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from datetime import time as time_of_day
 from decimal import Decimal
@@ -19,7 +19,7 @@ from typing import Any
 
 from monarch_backend._telemetry import duckdb_engine, program_recording, recording_history, sql_filters
 from monarch_backend._telemetry.errors import QueryError
-from monarch_backend._telemetry.program_recording import Recording, Unread
+from monarch_backend._telemetry.program_recording import AskedHost, Recording, Unread
 from monarch_backend._telemetry.reader import EventFilter
 from monarch_backend._telemetry.sql_tables import COLUMNS, Row, Tables
 from monarch_backend._telemetry.subject import Subject
@@ -37,6 +37,7 @@ MAX_ANSWER_BYTES = 64 << 20
 """Bytes of texts and blobs in an answer. Further rows are left out."""
 
 _UNREAD = "not_read"  # table of a saved file: the processes that could not be read
+_HOSTS = "select name, reason from hosts"  # of a saved file
 _STEPS = 10_000  # of SQLite's virtual machine between two looks at the clock
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 
@@ -64,7 +65,8 @@ class QueryResult:
     """Answer to a query: names of columns, rows, and the processes that were read or could not be.
 
     ``unread`` has a text for each process without data, with the reason. ``is_truncated`` is true where further rows
-    were left out. Iteration yields each row as a dictionary.
+    were left out. ``hosts`` are all that were asked, also those without an answer. Iteration yields each row as a
+    dictionary.
 
     >>> from monarch_backend.telemetry import QueryResult
     >>> result = QueryResult(["pid"], [(4711,)], [], [], is_truncated=False)
@@ -77,6 +79,7 @@ class QueryResult:
     processes: list[ReadProcess]
     unread: list[str]
     is_truncated: bool
+    hosts: list[AskedHost] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
@@ -95,6 +98,9 @@ class QueryResult:
             "columns": self.columns,
             "rows": [[_for_json(each) for each in row] for row in self.rows],
             "processes": [asdict(each) for each in self.processes],
+            "hosts": [
+                {"name": each.name, "answered": each.has_answered, "reason": each.reason or None} for each in self.hosts
+            ],
             "not_read": self.unread,
             "truncated": self.is_truncated,
         }
@@ -163,7 +169,7 @@ def answer(sql: str, recording: Recording, there: Subject | None = None, engine:
         ReadProcess(each.pid, each.label, each.recorded.kept, each.recorded.lost) for each in recording.processes
     ]
     unread = [str(each) for each in recording.unread]
-    return QueryResult(columns, rows, processes, unread, is_truncated)
+    return QueryResult(columns, rows, processes, unread, is_truncated, recording.hosts)
 
 
 def save(recording: Recording, path: str, there: Subject | None = None) -> None:
@@ -207,6 +213,7 @@ def answer_from(sql: str, path: str, engine: str = "sqlite") -> QueryResult:
                 raise OSError(f"{path} is no file of monarch-backend export sqlite: it has {views[0][0]!r}")
             known = connection.execute("select pid, label, events, overwritten_events from processes").fetchall()
             unread = [text for (text,) in connection.execute(f"select text from {_UNREAD}")]
+            hosts = [AskedHost(name, reason or "") for name, reason in connection.execute(_HOSTS)]
         except sqlite3.Error as error:
             raise OSError(f"{path} is no file of monarch-backend export sqlite: {error}") from None
         if engine == "sqlite":
@@ -220,7 +227,7 @@ def answer_from(sql: str, path: str, engine: str = "sqlite") -> QueryResult:
             }
             columns, rows, is_truncated = _select(sql, saved, engine)
     processes = [ReadProcess(*row) for row in known]
-    return QueryResult(columns, rows, processes, unread, is_truncated)
+    return QueryResult(columns, rows, processes, unread, is_truncated, hosts)
 
 
 def _check(engine: str) -> None:
@@ -335,4 +342,15 @@ def _explain(error: Exception, sql: str) -> str:
     return f"{text.rstrip('.')}; {'; '.join(known)}"
 
 
-__all__ = ["QueryError", "QueryResult", "ReadProcess", "Unread", "answer", "answer_from", "ask", "query", "save"]
+__all__ = [
+    "AskedHost",
+    "QueryError",
+    "QueryResult",
+    "ReadProcess",
+    "Unread",
+    "answer",
+    "answer_from",
+    "ask",
+    "query",
+    "save",
+]

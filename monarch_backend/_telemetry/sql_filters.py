@@ -37,6 +37,7 @@ KINDS: dict[str, frozenset[Kind]] = {
     "metric_gauges": frozenset({Kind.METRIC}),
     "metric_sums": frozenset({Kind.METRIC}),
     "metric_histograms": frozenset({Kind.METRIC}),
+    "hosts": frozenset(),
     "processes": frozenset(),
     "activities": frozenset(),
     "collectives": frozenset({Kind.COLLECTIVE}),

@@ -86,6 +86,7 @@ COLUMNS = {
         "resource_attributes_json", "count", *_numbers("sum"), *_numbers("min"), *_numbers("max"), "bounds_json",
         "bucket_counts_json", "pid", "process",
     ),
+    "hosts": ("name", "answered", "reason"),
     "processes": (
         "pid", "label", "program_pid", "command", "parent_pid", "state", "exit_code", "timestamp_us", "memory_bytes",
         "cpu_s", "events", "overwritten_events", "identity", "host", "ended_us", "restarts",
@@ -169,7 +170,10 @@ class Tables:
         end = self._recording.now_ns if is_alive(process) else process.recorded.ended_ns
         return max(0, end - since) // 1000 if end else None
 
-    # ---- processes
+    # ---- hosts and processes
+
+    def _hosts_rows(self) -> Iterator[Row]:
+        return ((each.name, int(each.has_answered), each.reason or None) for each in self._recording.hosts)
 
     def _processes_rows(self) -> Iterator[Row]:
         for each in self._recording.processes:
@@ -450,6 +454,7 @@ class Tables:
                 found = self._there.lines(program, ALL_LINES).lines
             except LookupError as error:  # its host does not answer any more
                 self._recording.unread.append(Unread(program.pid, f"logs of {program}", str(error)))
+                self._recording.note_no_answer(program.host, str(error))
                 continue
             for line in found:
                 yield next(numbers), int(line.time * 1e6), line.stream, line.text, line.pid or None, line.label

@@ -84,10 +84,14 @@ def _text(value: Any) -> str:
 
 
 def summary(result: QueryResult) -> str:
-    """Return one line: the number of rows, and the processes that were read or not."""
+    """Return one line: the number of rows, and the hosts and processes that were read or not."""
     parts = [f"{len(result.rows)} rows{', more were left out' if result.is_truncated else ''}"]
     parts.append(f"{len(result.processes)} processes read")
     if lost := sum(each.overwritten for each in result.processes):
         parts.append(f"{lost} older events overwritten")
-    parts += [f"not read: {each}" for each in result.unread]
+    if answered := [each.name for each in result.hosts if each.has_answered]:
+        parts.append(f"answered: {', '.join(answered)}")
+    silent = [str(each) for each in result.hosts if not each.has_answered]
+    parts += [f"no answer from {each}" for each in silent]
+    parts += [f"not read: {each}" for each in result.unread if each not in silent]
     return f"({'; '.join(parts)})"

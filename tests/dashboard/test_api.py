@@ -145,6 +145,7 @@ def test_logs_are_limited_to_the_last_lines_of_a_rank_and_time(client: TestClien
 def test_sql_returns_rows(client: TestClient) -> None:
     answer = _query(client, "select full_name, status from actors order by 1").json()
     assert answer["columns"] == ["full_name", "status"]
+    assert answer["hosts"] == [{"name": "this machine", "answered": True, "reason": None}]
     assert answer["rows"] == [
         ["loader[0]", "failed"], ["loader[1]", "idle"], ["trainer[0]", "idle"], ["trainer[1]", "processing"],
     ]  # fmt: skip

@@ -182,6 +182,9 @@ def test_sql_joins_the_program_and_the_host(job: Job) -> None:
     answer = json.loads(command("sql", query, job.path, "--json").stdout)
     assert answer["rows"] == [["", "program hanging.py"]]
     assert answer["not_read"] == []
+    assert answer["hosts"] == [{"name": name, "answered": True, "reason": None} for name in ("this machine", HOST)]
+    text = command("sql", query, job.path).stderr
+    assert text.startswith("(1 rows; ") and text.endswith(f"; answered: this machine, {HOST})\n")
 
 
 @pytest.mark.slow
@@ -221,7 +224,8 @@ def ask(path: Path) -> Any:
         assert result.rows == [(2,)]
         assert result.unread == [str(each) for each in unread]
     wait_until(lambda: threading.active_count() <= count)  # threads of the last query end a moment later
-    return [each.host for each in programs], [str(each) for each in unread], result.rows, result.unread
+    hosts = [str(each) for each in result.hosts]
+    return [each.host for each in programs], [str(each) for each in unread], result.rows, result.unread, hosts
 
 
 HOST = "trainers[0] (127.0.0.1)"
@@ -333,10 +337,11 @@ def test_host_that_is_gone_is_named(job: Job, tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     path.write_text(json.dumps(content))
     path.chmod(0o600)
-    hosts, unread, rows, not_read = in_program(ask, path)
+    hosts, unread, rows, not_read, answers = in_program(ask, path)
     wanted = ["trainers[1] (lost): it does not accept a connection at tcp://127.0.0.1:9"]
     assert sorted(hosts) == ["", "trainers[0] (127.0.0.1)"]
     assert (unread, not_read) == (wanted, wanted)
+    assert answers == ["this machine", HOST, *wanted]
     assert rows == [(2,)]
 
 

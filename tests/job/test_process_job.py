@@ -94,13 +94,23 @@ def asked(path: Path) -> Any:
     procs = job.state().trainers.spawn_procs({"gpus": 2})
     procs.spawn("where", Where).host.call().get(30)
     arrows = "select count(*) from messages where actor = 'where' and from_pid is not null"
-    result = job.query(arrows).rows, job.query("select count(*) from processes where label like '%gpus %'").rows
+    of_mesh = """
+        select meshes.full_name, class, count(*) from actors join meshes on meshes.id = mesh_id where name = 'where'
+        group by 1, 2
+    """
+    found = job.query(arrows)
+    hosts = [(each.name.partition(" (")[0], each.has_answered) for each in found.hosts]
+    result = found.rows, job.query(of_mesh).rows, hosts
     procs.stop().get(30)
     return result
 
 
 def test_query_of_a_job_reads_the_program_and_the_hosts(applied: ProcessJob) -> None:
-    assert in_program(asked, applied.path) == ([(2,)], [(2,)])
+    handled, of_mesh, hosts = in_program(asked, applied.path)
+    assert handled == [(2,)] and hosts[0] == ("this machine", True)
+    assert sorted(hosts[1:]) == [("dataloaders[0]", True), ("trainers[0]", True)]
+    [(name, of_class, actors)] = of_mesh
+    assert name.endswith("/where") and (of_class, actors) == ("Python<Where>", 2)
 
 
 def test_second_apply_finds_running_hosts(applied: ProcessJob) -> None:

@@ -25,13 +25,16 @@ from monarch_backend import _native, errors, telemetry
 from monarch_backend._core import platform
 from monarch_backend._telemetry import program_recording, recording_history, sql
 from monarch_backend._telemetry.kinds import Kind
-from monarch_backend._telemetry.program_recording import Recording, Unread
+from monarch_backend._telemetry.program_output import Lines
+from monarch_backend._telemetry.program_recording import AskedHost, Recording, Unread
 from monarch_backend._telemetry.reader import EventFilter
 from monarch_backend._telemetry.recording_area import AREA_NAME
 from monarch_backend._telemetry.recording_history import HistoryWriter
 from monarch_backend._telemetry.sql_filters import filter_of
 from monarch_backend._telemetry.sql_tables import COLUMNS
+from monarch_backend._telemetry.subject import ThisMachine
 from monarch_backend.cli import main
+from monarch_backend.cli import sql as cli_sql
 from monarch_backend.telemetry import QueryError, QueryResult
 from tests.telemetry.engines import each_engine, needs_duckdb
 from tests.telemetry.recordings import recording_of
@@ -86,6 +89,7 @@ def test_saved_file_has_the_same_rows(table: str, recording: Recording, saved: P
         sql.answer_from(f"select * from {table}", str(saved)),
     )
     assert (after.columns, after.rows, after.processes) == (before.columns, before.rows, before.processes)
+    assert after.hosts == before.hosts == [AskedHost("this machine")]
 
 
 def test_saved_file_is_private_and_read_only(recording: Recording, saved: Path) -> None:
@@ -136,6 +140,7 @@ def test_history_has_the_rows_of_its_recording(table: str, recording: Recording,
     query = f"select * from {table}"
     before, after = sql.answer(query, recording), sql.answer_from(query, str(history))
     assert (after.rows, after.processes, after.unread) == (before.rows, before.processes, before.unread)
+    assert after.hosts == before.hosts
 
 
 @pytest.fixture(scope="module")
@@ -641,6 +646,46 @@ def test_answer_names_what_was_read_and_what_not(engine: str, recording: Recordi
     assert sql.answer("select count(*) from events", partial, engine=engine).unread == ["pid 7: gone"]
 
 
+@each_engine
+def test_answer_names_the_hosts_that_answered_and_those_that_did_not(
+    engine: str, recording: Recording, tmp_path: Path
+) -> None:
+    made = replace(recording, hosts=[AskedHost("this machine")], unread=[Unread(7, "", "gone")])
+    there = recording_of({"": [1]}, [])
+    there.seen_from("a[0] (gpu-1)", 0)
+    made = replace(made, programs=[*made.programs], processes=[*made.processes])
+    made.add(there)
+    made.hosts.append(AskedHost("b[0] (gpu-2)", "it is asleep"))
+    made.unread.append(Unread(0, "b[0] (gpu-2)", "it is asleep"))
+    query = "select * from hosts"
+    rows = [("this machine", 1, None), ("a[0] (gpu-1)", 1, None), ("b[0] (gpu-2)", 0, "it is asleep")]
+    sql.save(made, str(tmp_path / "saved"))
+    with HistoryWriter(tmp_path / "kept", 3600, 1 << 30) as writer:
+        writer.append(made)
+    answers = [sql.answer(query, made, engine=engine)]
+    answers += [sql.answer_from(query, str(tmp_path / name), engine) for name in ("saved", "kept")]
+    for result in answers:
+        assert result.rows == rows
+        assert [tuple(each.values()) for each in result.as_json()["hosts"]] == rows
+        assert cli_sql.summary(result) == (
+            "(3 rows; 5 processes read; answered: this machine, a[0] (gpu-1); "
+            "no answer from b[0] (gpu-2): it is asleep; not read: pid 7: gone)"
+        )
+
+
+def test_host_that_answers_no_more_for_logs_is_named(recording: Recording) -> None:
+    class Gone(ThisMachine):
+        is_of_hosts = True
+
+        def lines(self, *_: object) -> Lines:
+            raise LookupError("host a[0] has not answered: it is asleep")
+
+    made = recording_of({"": [1]}, [])
+    made.seen_from("a[0]", 0)
+    result = sql.answer("select count(*) from logs", made, Gone(None))
+    assert result.rows == [(0,)] and result.hosts == [AskedHost("a[0]", "host a[0] has not answered: it is asleep")]
+
+
 WRITES = [
     "insert into actors (id) values (1)",
     "delete from actors",
@@ -728,7 +773,7 @@ def test_command_prints_a_table_or_json(running: subprocess.Popen[str]) -> None:
     assert [line.split() for line in done.stdout.splitlines()] == [
         ["label", "huge", "blob"], ["program", "traced_program.py", "inf", "b'\\x01\\x02'"],
     ]  # fmt: skip
-    assert done.stderr == "(1 rows; 4 processes read)\n"
+    assert done.stderr == "(1 rows; 4 processes read; answered: this machine)\n"
     found = json.loads(_command(query, str(running.pid), "--json").stdout)
     assert found["columns"] == ["label", "huge", "blob"] and found["rows"] == [
         ["program traced_program.py", "inf", "0102"]
@@ -738,6 +783,7 @@ def test_command_prints_a_table_or_json(running: subprocess.Popen[str]) -> None:
         "gpus 1 of trainers",
         "victims 0 of victims",
     ]
+    assert found["hosts"] == [{"name": "this machine", "answered": True, "reason": None}]
     assert found["not_read"] == [] and found["truncated"] is False
     wrong = _command("select wrong from spans", str(running.pid))
     assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
@@ -752,7 +798,7 @@ def test_command_asks_duckdb(running: subprocess.Popen[str]) -> None:
     done = _command(query, str(running.pid), "--engine", "duckdb")
     assert done.stdout.splitlines()[1].split() == ["['gpus", "0", "of", "trainers',", "'gpus", "1", "of", "trainers']",
                                                    "1970-01-01", "00:00:00"]  # fmt: skip
-    assert done.stderr == "(1 rows; 4 processes read)\n"
+    assert done.stderr == "(1 rows; 4 processes read; answered: this machine)\n"
 
 
 @pytest.mark.parametrize("code", [0, 1])

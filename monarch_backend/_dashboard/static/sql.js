@@ -44,6 +44,7 @@ async function load(context) {
     parts.rows.replaceChildren(table(columns, answer.rows));
     parts.about.textContent = [`${answer.rows.length} rows${answer.truncated ? ", more were left out" : ""}`,
       ...(answer.overwritten ? [`${answer.overwritten} older events overwritten`] : []),
+      `answered: ${answer.hosts.filter((each) => each.answered).map((each) => each.name).join(", ") || "no host"}`,
       ...answer.not_read.map((each) => `not read: ${each}`)].join("; ");
   };
 }
