@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from monarch_backend._transport.network import session
+from monarch_backend._transport.network import connection_manager, session
 from monarch_backend._transport.network.auth import HandshakeServer, new_secret
 from monarch_backend._transport.network.connection import PeerConnection, Timeouts
 from tests.transport.connected_hosts import QUICK, Side, reset, together
@@ -77,11 +77,28 @@ def test_ended_session_is_not_resumed(sides: Callable[..., Side]) -> None:
     assert there.lost.get(timeout=10) is back and there.frames.empty()
 
 
-def test_hang_up_ends_the_session_at_the_peer(sides: Callable[..., Side]) -> None:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PeerConnection, str]]:
+    """Return the list to which ends of connections are added."""
+    events = list[tuple[PeerConnection, str]]()
+    monkeypatch.setattr(connection_manager, "record_connection", lambda of, event, _: events.append((of, event)))
+    return events
+
+
+def test_hang_up_ends_the_session_at_the_peer(sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
     here, there, out, back = together(sides)
+    events = recorded(monkeypatch)
     here.tcp.hang_up(out)
     assert there.lost.get(timeout=10) is back
     assert back.lost == "it has ended the session"
+    assert events == [(out, "ended"), (back, "ended")]
+
+
+def test_lost_session_is_recorded_as_lost(sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, _, out, _ = together(sides)
+    events = recorded(monkeypatch)
+    here.tcp.call_soon(lambda: here.tcp.lose(out, "of its own"))
+    assert here.lost.get(timeout=10) is out
+    assert events[0] == (out, "lost")
 
 
 def test_closed_connection_is_lost_before_the_silence_limit(sides: Callable[..., Side]) -> None:

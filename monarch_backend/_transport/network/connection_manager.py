@@ -278,11 +278,14 @@ class Tcp:
         for fd in {self._wake_read, self._wake_write}:
             os.close(fd)
 
-    def lose(self, remote: PeerConnection, why: str, *, hang_up: bool = False) -> None:
-        """End a session: lost for ``why``, or with ``hang_up`` by this side, which tells the peer and calls nothing."""
+    def lose(self, remote: PeerConnection, why: str, *, hang_up: bool = False, by_peer: bool = False) -> None:
+        """End a session: lost for ``why``, or with ``hang_up`` by this side, which tells the peer and calls nothing.
+
+        ``by_peer``: the peer has told that it ends the session, which is recorded as its end, not as a loss.
+        """
         if self.remotes.pop(remote.id, None) is None:
             return
-        record_connection(remote, "ended" if hang_up else "lost", why)
+        record_connection(remote, "ended" if hang_up or by_peer else "lost", why)
         self.ended_sessions[remote.id] = None  # it must not begin again with frames that were delivered before
         while len(self.ended_sessions) > MAX_ENDED_SESSIONS:
             del self.ended_sessions[next(iter(self.ended_sessions))]

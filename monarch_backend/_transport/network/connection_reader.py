@@ -186,7 +186,7 @@ class ConnectionReader:
             if head.kind not in (DATA, RDMA_FRAME):
                 self._hear(remote, head, prefix)
                 if head.kind == BYE:
-                    self._tcp.lose(remote, "it has ended the session")
+                    self._tcp.lose(remote, "it has ended the session", by_peer=True)
                     return
                 continue
             if remote.nics.reading is not None:  # the peer sends it over TCP, and a NIC may still write to the memory
