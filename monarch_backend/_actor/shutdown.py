@@ -68,6 +68,7 @@ class Shutdown:
     def kill_all(self) -> None:
         """Kill every process that this one has started, and return when they have exited."""
         self._runtime.closing = True
-        self._runtime.owner.starter.close()
+        # First: the starter also ends the gateway, which would not have told other hosts that the program ends.
         for part in self._runtime.extensions:
             part.kill()
+        self._runtime.owner.starter.close()

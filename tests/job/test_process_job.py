@@ -113,6 +113,19 @@ def test_query_of_a_job_reads_the_program_and_the_hosts(applied: ProcessJob) -> 
     assert name.endswith("/where") and (of_class, actors) == ("Python<Where>", 2)
 
 
+def ends_of_connections(path: Path) -> list[tuple[str, str]]:
+    """Return how the connections of the agents of former programs have ended."""
+    job = Job.load(path)
+    job.state().trainers.spawn_procs(name="asks").spawn("where", Where).host.call().get(30)
+    query = "select distinct event, reason from connections where process like 'agent %' and event not like 'made%'"
+    return wait_until(lambda: job.query(query).rows)
+
+
+def test_end_of_a_program_ends_its_connections_in_order(applied: ProcessJob) -> None:
+    in_program(asked, applied.path)
+    assert in_program(ends_of_connections, applied.path) == [("ended", "it has ended the session")]
+
+
 def test_second_apply_finds_running_hosts(applied: ProcessJob) -> None:
     before = pids(applied)
     applied.apply()
