@@ -121,6 +121,7 @@ class Runtime:
         self.router.before_host_gone = self.references.find_peers_on
         self.router.on_met = self._met
         self.router.on_wait = self.waiting.on_wait
+        self.router.has_notices = self.waiting.is_real
         self.router.on_full = log_wait
         self.router.handlers.update(
             {Kind.CALL: self.local_actors.receive, Kind.REPLY: self._replied, Kind.PORT: self._ported}

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from monarch_backend import cli
 from monarch_backend._core import platform
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="places of other processes need memfd_create")
 
 SCRIPT = """
 import asyncio, functools, os, signal, sys, threading, time
-from monarch_backend.actor import Actor, concurrent_endpoint, current_rank, endpoint, this_host
+from monarch_backend.actor import Actor, Channel, concurrent_endpoint, current_rank, endpoint, this_host
 
 
 class Worker(Actor):
@@ -53,6 +55,31 @@ class Worker(Actor):
     @endpoint
     def ask(self, seconds):
         return self.other.slice(gpus=2).lock.call_one(seconds).get()  # line C
+
+
+def wait_for_something_else(procs, workers, case):
+    one = workers.slice(gpus=1)
+    if case == "port":
+        Channel.open()[1].recv().get()
+    elif case == "awaited port":
+        asyncio.run(main_that_awaits_a_port())
+    elif case == "awaited call":
+        asyncio.run(main_that_awaits_a_call(one))
+    elif case == "queue":
+        one.lock.broadcast(1000)
+        while True:
+            one.step.broadcast(1, 0)
+    elif case == "end":
+        one.lock.call_one(1000).ignore()
+        procs.stop().get()
+
+
+async def main_that_awaits_a_port():
+    await Channel.open()[1].recv()
+
+
+async def main_that_awaits_a_call(one):
+    await one.lock.call_one(1000)
 
 
 def decorated(method):
@@ -135,6 +162,8 @@ def main():
         workers.reduce.call(workers).get()
     elif case == "several":
         workers.lock.call(1000).get()
+    elif sys.argv[2:] == ["else"]:
+        wait_for_something_else(procs, workers, case)
     elif case == "short":
         workers.step.call(1, 1.2).get()
     elif case == "controller":
@@ -237,6 +266,45 @@ def _line_of(folder: Path, case: str, beginning: str) -> str:
     """Return the first line of a case that has this text."""
     with _running(folder, case, "1") as lines:
         return next(line.rstrip() for line in lines if beginning in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "logged", "shown"),
+    [
+        ("port", r"the program has waited 1 s for a message on port \d+", r"a message on port \d+"),
+        ("awaited port", r"the program has waited 1 s for a message on port \d+", r"a message on port \d+"),
+        ("awaited call", r"worker\.lock of trainers has waited 1 s for .* in lock .*", r"worker\.lock"),
+        ("end", r"the program has waited 1 s for the end of trainers", r"the end of trainers"),
+        (
+            "queue",
+            r"the program has waited 1 s for room in the queue of worker: rank 1 .*queued behind lock, .* in lock .*",
+            r"room in the queue of worker \(gpus 1\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("notice", ["1", "0"])
+def test_each_wait_has_a_name(
+    case: str, logged: str, shown: str, notice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, "train.py", case, "else"], cwd=tmp_path, env={**os.environ, "MONARCH_WAIT_NOTICE": notice},
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        try:
+
+            def is_shown() -> bool:
+                cli.main(["ps", str(process.pid)])
+                return re.search(rf"^    waits for {shown} for ", capsys.readouterr().out, re.MULTILINE) is not None
+
+            wait_until(is_shown)
+            if notice == "1":
+                next(line for line in process.stderr if re.fullmatch(logged, line.rstrip()))
+        finally:
+            process.kill()
+        assert notice == "1" or " has waited " not in process.stderr.read()
 
 
 @pytest.mark.slow

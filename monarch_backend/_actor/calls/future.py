@@ -22,6 +22,9 @@ from monarch_backend._transport.local.event_loop import release
 
 log = logging.getLogger("monarch_backend")
 
+UNLABELLED = "an operation"
+"""Label of a future that says nothing of what it waits for."""
+
 T = TypeVar("T")
 
 
@@ -276,7 +279,8 @@ class Future(Generic[T]):
             self._finish()
 
     def _label(self) -> str:
-        return "an operation"
+        """Return what it waits for, for people. Waits for futures without a label get no notice."""
+        return UNLABELLED
 
     def _late_text(self, _seconds: float) -> str:
         """Return what is known of a value that is late, for the end of an error's text."""
@@ -339,6 +343,19 @@ _REPORTED_ELSEWHERE = (CancelledError, MeshFailure, SupervisionError)
 def no_wait(_what: Any, _seconds: float | None) -> bool:
     """Return True: the wait function of a future that is done."""
     return True
+
+
+class LabelledFuture(Future[T]):
+    """Future that says in notices and in `ps` what it waits for."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, wait: Callable[[Any, float | None], bool], what: str) -> None:
+        super().__init__(wait)
+        self._what = what
+
+    def _label(self) -> str:
+        return self._what
 
 
 class DoneFuture(Future[None]):

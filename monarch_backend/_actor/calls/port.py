@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
@@ -160,6 +161,15 @@ class _Next(Future[T]):
         self._home = receiver
         self._awaiting = 0  # number of tasks
         self._given: _Arrival | None = None  # given, and not read yet
+
+    def _label(self) -> str:
+        return f"a message on port {self._home.number}"
+
+    def _begin_await(self, _awaited: asyncio.Future[T]) -> None:
+        self._home._program.awaits.notices.begin(self, self)
+
+    def _end_await(self, _awaited: asyncio.Future[T]) -> None:
+        self._home._program.awaits.notices.end(self)
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
         receiver = self._receiver

@@ -14,11 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._actor.calls.future import UNLABELLED, Future
 from monarch_backend._core import env
 from monarch_backend._core.extension_points import extension
 from monarch_backend._core.limits import start_thread, within
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.rank_text import ranks_in_words
+from monarch_backend._transport.local.peer import CreditWaiter
 from monarch_backend._transport.tokens import host_of
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ MAX_SHOWN = 4
 def noticed(runtime: Runtime, what: Any, runner: ActorRunner | None, waited: float) -> Iterator[None]:
     """Log a line if the wait in this block takes longer than MONARCH_WAIT_NOTICE. It has taken ``waited`` seconds."""
     after = env.get("MONARCH_WAIT_NOTICE")
-    if not after or getattr(what, "core", None) is None:
+    what = FullQueue.of(runtime, what) or what
+    if not after or name_of(what) == UNLABELLED:
         yield
         return
 
@@ -62,13 +65,68 @@ def noticed(runtime: Runtime, what: Any, runner: ActorRunner | None, waited: flo
 def log_long_wait(what: Any, runner: ActorRunner | None, seconds: float, is_over: Callable[[], bool]) -> None:
     """Log the line of a wait that has taken ``seconds``, unless it is over. Called on a thread of its own."""
     try:
-        text = "" if is_over() else describe(what, MAX_NOTICE_GATHER_S)
+        text = "" if is_over() else _described(what)
     except Exception:  # no /proc, or no access to it
         log.debug("what a long wait waits for was not found", exc_info=True)
         return
     if text and not is_over():
         waiter = "" if runner is None else f"{runner.name} ({runner.point}): "
-        log.warning("%s%s has waited %.0f s for %s", waiter, _call_name(what), seconds, text)
+        is_call = hasattr(what, "core") and not isinstance(what, FullQueue)
+        waiting = _call_name(what) if is_call else "the program" if runner is None else "it"
+        log.warning("%s%s has waited %.0f s for %s", waiter, waiting, seconds, text)
+
+
+def name_of(what: Any) -> str:
+    """Return what a wait waits for, for people: the name of the called actors, or "a message on port 3"."""
+    core = getattr(what, "core", None)
+    if core is not None and not isinstance(what, FullQueue):
+        return str(core.name)
+    if isinstance(what, CreditWaiter):
+        return f"room in the queue of {what.receiver}" if what.receiver is not None else UNLABELLED
+    return what._label() if isinstance(what, (Future, FullQueue)) else UNLABELLED
+
+
+def _described(what: Any) -> str:
+    """Return text for what is missing, with its place as far as it is found in time."""
+    if getattr(what, "core", None) is None:
+        return name_of(what)
+    text = describe(what, MAX_NOTICE_GATHER_S)
+    return f"room in the queue of {what.core.name}: {text}" if text and isinstance(what, FullQueue) else text
+
+
+class FullQueue:
+    """Queue of an actor that has no room for a message. A wait for room has the methods of a call that `describe` uses.
+
+    ``ref`` is that of no call: the message that waits was not sent, and messages without a reply have 0.
+    """
+
+    endpoint, ref = "", (1 << 63) - 1
+
+    def __init__(self, runtime: Runtime, waiter: CreditWaiter, core: Any, rank: int, receiver: Peer) -> None:
+        self.program, self.core, self.peers = runtime, core, core.bases
+        self._waiter, self._rank, self._receiver = waiter, rank, receiver
+
+    @classmethod
+    def of(cls, runtime: Runtime, what: Any) -> FullQueue | None:
+        """Return the queue whose room is waited for. None for another wait, and for a queue that is no actor's."""
+        if not isinstance(what, CreditWaiter) or what.receiver is None:
+            return None
+        core = runtime.actors.get(what.target)
+        if core is None:
+            return None
+        rank = next((rank for rank in range(len(core.bases)) if core.peer(rank) is what.receiver), None)
+        return None if rank is None else cls(runtime, what, core, rank, what.receiver)
+
+    @property
+    def ready(self) -> bool:
+        return self._waiter.ready
+
+    def missing(self) -> list[tuple[int, Peer]]:
+        return [(self._rank, self._receiver)]
+
+    def _label(self) -> str:
+        where = f" ({self.core.where(self._rank)})" if self.core.extent.labels else ""
+        return f"room in the queue of {self.core.name}{where}"
 
 
 def late_text(what: Any, seconds: float) -> str:

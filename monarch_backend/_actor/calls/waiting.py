@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor import context
 from monarch_backend._actor.calls import own_waits
-from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.pending_calls import asked_of
+from monarch_backend._actor.calls.shown_waits import begin_shown_wait, end_shown_wait
 from monarch_backend._actor.calls.wait_notice import noticed
 from monarch_backend._actor.errors import CancelledError, DeadlockError
 from monarch_backend._core import debug_log
-from monarch_backend._telemetry import kinds, recorder
 from monarch_backend._transport.local.event_loop import ProgressLoop
 from monarch_backend._transport.local.frames import Kind
 from monarch_backend._transport.local.peer import Peer
@@ -76,7 +75,8 @@ class Waiting:
         left = None if seconds is None else seconds - SHORT_WAIT_S
         asked = asked_of(what)
         watched = self._runtime.deadlocks.watched(asked, seconds, runner, given_up)
-        with _shown(asked, runner), watched as until, noticed(self._runtime, asked, runner, SHORT_WAIT_S):
+        shown = _shown(self._runtime, asked, runner)
+        with shown, watched as until, noticed(self._runtime, asked, runner, SHORT_WAIT_S):
             return bool(self._progress.wait(what, left, until))
 
     def _wait_in_simulation(
@@ -154,20 +154,13 @@ class _InterruptionOfActor:
 
 
 @contextlib.contextmanager
-def _shown(what: Any, runner: ActorRunner | None) -> Iterator[None]:
-    """Show a wait in a cell: the mesh and endpoint, the number of the call, and the cell of the actor that waits."""
-    core, peer = getattr(what, "core", None), getattr(what, "peer", None)
-    name = core.name if core is not None else what._label() if isinstance(what, Future) else type(what).__name__
-    cell = recorder.take_cell(kinds.Kind.WAIT, name, 0 if runner is None else runner.rank)
-    recorder.begin_activity(
-        cell, int(kinds.State.WAITING), recorder.name_number(getattr(what, "endpoint", "")), getattr(what, "ref", 0), 0,
-        0 if runner is None else recorder.cell_number(runner.recording_cell), 0 if peer is None else peer.identity,
-    )  # fmt: skip
+def _shown(runtime: Runtime, what: Any, runner: ActorRunner | None) -> Iterator[None]:
+    """Show a wait in a cell."""
+    cell = begin_shown_wait(runtime, what, runner)
     try:
         yield
     finally:
-        recorder.end_activity(cell, int(kinds.Status.OK if what.ready else kinds.Status.CANCELLED))
-        recorder.release_cell(cell)
+        end_shown_wait(cell, is_done=what.ready)
 
 
 def log_wait(why: str) -> None:

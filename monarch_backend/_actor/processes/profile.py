@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.calls.future import Future, LabelledFuture
 from monarch_backend._core import platform
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend._telemetry import profile_result, profiles
@@ -32,7 +32,7 @@ def profile(
     chosen = list(members) if ranks is None else [members[_index(rank, len(members))] for rank in ranks]
     if not chosen:
         raise ValueError("give at least one rank to profile")
-    done: Future[ProfileResult] = Future(program.wait)
+    done: Future[ProfileResult] = LabelledFuture(program.wait, f"the profile of {procs._core.name}")
 
     def take() -> None:
         try:

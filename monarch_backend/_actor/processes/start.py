@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.calls.future import Future, LabelledFuture
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.processes.message_memory import Prefaulter
 from monarch_backend._actor.processes.records import OwnedProcess, OwnedProcs, ProcessRecords
@@ -298,7 +298,7 @@ class ProcessReadiness:
 
     def ready(self, core: ProcMeshState) -> Future[None]:
         """Return a Future that is done when all processes have started. Raises RuntimeError if others own the mesh."""
-        future: Future[None] = Future(self._program.wait)
+        future: Future[None] = LabelledFuture(self._program.wait, f"the start of {core.name}")
         owned = core.owned
         if owned is None:
             raise RuntimeError("only the program or actor that has spawned processes can wait for their start")

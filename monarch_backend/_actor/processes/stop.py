@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.calls.future import Future, LabelledFuture
 from monarch_backend._actor.processes.records import OwnedProcs, ProcessRecords, listed
 from monarch_backend._actor.processes.start import ProcessStarter
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
@@ -51,7 +51,7 @@ class ProcessStop:
             meshes = [owned for owned in meshes if program.hosts.is_on(owned.core.tokens, hosts)]
         if core is not None and core.owned is None:
             raise RuntimeError(f"only the program or actor that has spawned mesh {core.name!r} can stop it")
-        future: Future[None] = Future(program.wait)
+        future: Future[None] = LabelledFuture(program.wait, f"the end of {_in_words(meshes)}")
         waiting = [owned for owned in meshes if any(not m.gone for m in owned.members.values())]
         left = len(waiting)
         if not left:
@@ -187,6 +187,11 @@ class ProcessStop:
         if self._starter.logs is not None:
             logs, collector = owned.logs, self._starter.logs
             self._program.run_in_thread(lambda: collector.remove(logs))
+
+
+def _in_words(meshes: Sequence[OwnedProcs]) -> str:
+    names = [owned.core.name for owned in meshes]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more meshes" if len(names) > 3 else "")
 
 
 def _after(first: Sequence[Callable[[Callable[[], None]], None]], then: Callable[[], None]) -> None:

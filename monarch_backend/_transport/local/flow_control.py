@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core import env
 from monarch_backend._transport.local import tuning
 from monarch_backend._transport.local.event_loop import release
 from monarch_backend._transport.local.frames import Frame, Kind, size_of
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from monarch_backend._transport.local.router import Router
 
 log = logging.getLogger("monarch_backend")
-
-SLOW_SEND_REPORT_S = 10.0
-"""Seconds after which a sender that waits for its receiver writes a log line."""
 
 
 def places_of(size: int) -> int:
@@ -56,17 +54,20 @@ class FlowControl:
         limit = f"{tuning.CREDIT_WINDOW} messages to {peer}, or {mib} MiB"
         why = f"{limit}, are not processed yet: waiting"
         self._router.on_wait(peer, kind, target, why)
-        report: Any = self.report(why, "the receiver is busy, or does not read its messages")
+        report: Any = None
+        if not self._router.has_notices:
+            report = self.report(why, "the receiver is busy, or does not read its messages")
         try:
             while True:
-                credit_waiter = self._waiter_of(peer)  # first: a change after the checks below wakes this waiter
+                waiter = self._waiter_of(peer, target)  # first: a change after the checks below wakes this waiter
                 if peer.gone is not None:
                     raise PeerGoneError.of(peer)
                 if peer.credit > 0:
                     return
-                self._router.wait(credit_waiter, None, False)
+                self._router.wait(waiter, None, False)
         finally:
-            report.cancel()
+            if report is not None:
+                report.cancel()
 
     def wait_for_all(self, to: Sequence[tuple[Peer, int]], kind: int, target: int) -> None:
         for peer, _ in to:
@@ -80,20 +81,24 @@ class FlowControl:
         """Whether another thread has taken the credit meanwhile. Call under the lock."""
         return any(peer.credit <= 0 and peer.gone is None for peer, _ in to)
 
-    def _waiter_of(self, peer: Peer) -> CreditWaiter:
+    def _waiter_of(self, peer: Peer, target: int = 0) -> CreditWaiter:
         """Return the one object on which all threads wait for this peer: of several, only the last would be woken."""
         new = CreditWaiter()
-        new.receiver = peer
+        new.receiver, new.target = peer, target
         with self._router.lock:
             # No call in between: a signal handler may send to this peer, too.
             credit_waiter = peer.credit_waiter = peer.credit_waiter or new
         return credit_waiter
 
     def report(self, why: str, guess: str) -> Any:
-        """Schedule a log line for a wait that takes long; cancel the result when the wait is over."""
-        return self._router.later(
-            SLOW_SEND_REPORT_S, lambda: log.warning("%s since %.0f s; %s", why, SLOW_SEND_REPORT_S, guess)
-        )
+        """Schedule a log line for a wait of MONARCH_WAIT_NOTICE seconds; cancel the result when the wait is over.
+
+        Return None where no line is wanted.
+        """
+        after = env.get("MONARCH_WAIT_NOTICE")
+        if not after:
+            return None
+        return self._router.later(after, lambda: log.warning("%s since %.0f s; %s", why, after, guess))
 
     def processed(self, peer: Peer, frame: Frame) -> None:
         """Return the credit of a message that has left its queue."""

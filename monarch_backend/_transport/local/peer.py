@@ -43,6 +43,7 @@ class CreditWaiter:
     ready: bool = False
     wait_lock: threading.Lock | None = None
     receiver: Peer | None = None  # returns the credit; None in a wait for something else
+    target: int = 0  # the actor or port at the receiver that gets the message
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -93,6 +93,7 @@ class Router:
         self.on_asked: Callable[[Peer, str], None] = lambda _peer, _token: None
         self.on_wait: Callable[[Peer, int, int, str], None] = lambda _peer, _kind, _target, _why: None
         self.on_full: Callable[[str], None] = lambda _why: None
+        self.has_notices = False  # `wait` logs a wait for credit that lasts
         self.before_host_gone: Callable[[str], None] = lambda _: None
         self._early_frames: list[Any] | None = []  # None once the gateway is known
         self._told = {
