@@ -349,17 +349,43 @@ def test_refused_ptrace_says_what_to_allow(tmp_path: Path, monkeypatch: pytest.M
         py_spy.dump(os.getpid())
 
 
+BUSY = """
+from monarch_backend.actor import Actor, endpoint, this_host
+
+
+class Busy(Actor):
+    @endpoint
+    def multiply(self):
+        product = 1
+        while True:  # most samples are in it
+            product = product * 3 % 7
+
+
+def main():
+    future = this_host().spawn_procs({"gpus": 2}, name="busy").spawn("busy", Busy).multiply.call()
+    print("ready", flush=True)
+    future.get()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(py_spy.find() is None, reason="py-spy is not installed")
-def test_flame_graphs_have_the_endpoint(
-    running: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flame_graphs_have_the_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "f.svg"
-    words = ["profile", str(running.pid), "--seconds", "2", "--flame", str(path), "--ranks"]
-    code = cli.main([*words, "gpus 0"])
-    out = capsys.readouterr().out
-    if "SYS_PTRACE" in out:
-        pytest.skip("py-spy needs SYS_PTRACE")
-    assert code == 0 and "multiply (" in path.read_text()
-    assert cli.main([*words, "gpus=0-1"]) == 0
-    assert len(list(tmp_path.glob("f.*.svg"))) == 2
+    with running_script(tmp_path / "busy.py", BUSY) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        wait_until(
+            lambda: cli.main(["ps", str(process.pid)]) == 0 and capsys.readouterr().out.count("running mul") == 2
+        )
+        words = ["profile", str(process.pid), "--seconds", "1", "--flame", str(path), "--ranks"]
+        code = cli.main([*words, "gpus 0"])
+        out = capsys.readouterr().out
+        if "SYS_PTRACE" in out:
+            pytest.skip("py-spy needs SYS_PTRACE")
+        assert code == 0 and "multiply (" in path.read_text()
+        assert cli.main([*words, "gpus=0-1"]) == 0
+        assert len(list(tmp_path.glob("f.*.svg"))) == 2

@@ -353,12 +353,22 @@ def test_escapes_of_a_dump_are_undone() -> None:
     assert (thread.name, [str(each) for each in thread.frames]) == ("worker", ["b:0 in g", "\xe4/\u20ac.py:3 in f"])
 
 
-@pytest.mark.skipif(py_spy.find() is not None, reason="py-spy is installed")
 def test_native_stacks_without_py_spy_are_an_error(
-    running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+    running: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(py_spy, "find", lambda: None)
     assert cli.main(["stack", str(running.pid), "--native"]) == 1
     assert "pip install py-spy" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(py_spy.find() is None, reason="py-spy is not installed")
+def test_native_stacks_have_c_frames(running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stack", str(running.pid), "--native", "--json"]) == 0
+    found = [process for program in json.loads(capsys.readouterr().out) for process in program["processes"]]
+    if any("SYS_PTRACE" in each["problem"] for each in found):
+        pytest.skip("py-spy needs SYS_PTRACE")
+    names = {frame["file"] for each in found for thread in each["threads"] for frame in thread["frames"]}
+    assert any(".so" in name for name in names), names
 
 
 @pytest.mark.skipif(py_spy.find() is None, reason="py-spy is not installed")
