@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from monarch_backend._actor import context, deadlocks
 from monarch_backend._actor.current_runtime import program
+from monarch_backend._core import platform
 from monarch_backend._transport.local.tuning import CREDIT_WINDOW
 from monarch_backend.actor import (
     Accumulator,
@@ -28,6 +31,7 @@ from monarch_backend.actor import (
     ProcMesh,
     concurrent_endpoint,
     endpoint,
+    this_host,
     this_proc,
 )
 from tests.actor.actors import running
@@ -315,6 +319,55 @@ def test_cycle_raises_in_each_of_its_actors(ranks: list[int], nodes: list[ActorM
     assert len(raised.value.__cause__.members) == len(members)
     _check(members, start)
     assert _call(members[0], *members[1:]).get(PATIENCE) == "end"
+
+
+class Partner(Actor):
+    """Actor of a pair: `ask` of one needs `relay` of the other, which needs the first one again."""
+
+    @endpoint
+    def meet(self, other: ActorMesh) -> None:
+        self.other = other
+
+    @endpoint
+    def ask(self) -> int:
+        return int(self.other.relay.call_one().get())
+
+    @endpoint
+    def relay(self) -> int:
+        return int(self.other.value.call_one().get())
+
+    @endpoint
+    def value(self) -> int:
+        return 1
+
+    @endpoint
+    def lock_twice(self) -> None:
+        guard = threading.Lock()
+        guard.acquire()
+        guard.acquire()  # the place
+
+
+@pytest.mark.skipif(not platform.HAS_MEMFD, reason="places of other processes need memfd_create")
+def test_hang_of_a_pair_is_explained_to_a_caller_with_a_timeout() -> None:
+    procs = this_host().spawn_procs({"gpus": 2}, name="pair")
+    try:
+        left, right = (procs.slice(gpus=rank).spawn(name, Partner) for rank, name in enumerate(("left", "right")))
+        left.meet.call_one(right).get(PATIENCE)
+        right.meet.call_one(left).get(PATIENCE)
+        with pytest.raises(ActorError) as raised:
+            left.ask.call_one().get(timeout=PATIENCE)
+        assert isinstance(raised.value.__cause__, DeadlockError)
+        first = str(raised.value.__cause__).splitlines()[0]
+        assert "left.ask" in first and "right.relay" in first
+        with pytest.raises(TimeoutError) as late:
+            left.lock_twice.call_one().ignore().get(timeout=1.2)
+        assert re.search(
+            r"left\.lock_twice of pair waits for rank 0 of 1 \(pid \d+\): "
+            r"it is at \S+\.py:\d+ in lock_twice \(guard\.acquire\(\)  # the place\)",
+            str(late.value),
+        )
+    finally:
+        procs.kill().get(PATIENCE)
 
 
 def test_cycle_that_closes_from_both_sides_raises_in_both(nodes: list[ActorMesh], tmp_path: Path) -> None:
