@@ -35,8 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grep", metavar="RE", type=_pattern, help="only lines in which this regular expression occurs"
     )
-    parser.add_argument("--since", metavar="SECONDS", type=float, help="only lines of the last SECONDS")
+    parser.add_argument("--since", metavar="SECONDS", type=_seconds, help="only lines of the last SECONDS")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line of output")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:  # nor a NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+    return seconds
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
             found = [(program, _selected(program, args.ranks)) for program in chosen]
             if args.ranks is not None and not any(processes for _, processes in found):
                 labels = ", ".join(each.label for program in chosen for each in program.processes)
-                raise LookupError(f"no process is {in_words(args.ranks)}; there are: {labels}")
+                there_are = f"there are: {labels}" if labels else nothing_there(args.program)
+                raise LookupError(f"no process is {in_words(args.ranks)}; {there_are}")
             read = []
             for program, processes in found:
                 if processes:

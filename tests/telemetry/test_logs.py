@@ -236,6 +236,13 @@ def test_wrong_expression_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
     assert "'(' is not a regular expression" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["-5", "nan", "soon"])
+def test_wrong_time_is_an_error(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["logs", f"--since={text}"])
+    assert f"'{text}' is not a number of seconds, 0 or more" in capsys.readouterr().err
+
+
 def test_program_without_history_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

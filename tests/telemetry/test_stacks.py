@@ -353,6 +353,15 @@ def test_escapes_of_a_dump_are_undone() -> None:
     assert (thread.name, [str(each) for each in thread.frames]) == ("worker", ["b:0 in g", "\xe4/\u20ac.py:3 in f"])
 
 
+def test_rank_where_no_program_runs_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("monarch_backend._telemetry.programs.programs", list)
+    assert cli.main(["stack", "--rank", "gpus 1"]) == 1
+    expected = "no process is 'gpus 1'; no program of this user runs on this machine\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
 def test_native_stacks_without_py_spy_are_an_error(
     running: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
