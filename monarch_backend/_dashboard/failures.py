@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from monarch_backend._dashboard.answers import Cause, Failure, Failures
 from monarch_backend._telemetry.kinds import Kind, Status
+from monarch_backend._telemetry.messages import reasons_of
 from monarch_backend._telemetry.program_output import LineFilter
 from monarch_backend._telemetry.program_recording import ProcessRecording, Recording, is_alive
 from monarch_backend._telemetry.rank_states import exit_text
 from monarch_backend._telemetry.reader import EventFilter, RecordedEvent
 from monarch_backend._telemetry.subject import Subject
 
-WANTED = EventFilter(kinds=(Kind.ACTOR, Kind.MESSAGE, Kind.COLLECTIVE, Kind.TRANSFER), failed=True)
+WANTED = EventFilter(kinds=(Kind.ACTOR, Kind.MESSAGE, Kind.FAILURE, Kind.COLLECTIVE, Kind.TRANSFER), failed=True)
 """Events that `find` needs."""
 
 MAX_FAILURES = 200
@@ -33,6 +34,7 @@ _RECORDING_DELAY_NS = 10**9
 class _Failed:
     process: ProcessRecording
     event: RecordedEvent
+    reason: str = ""
 
     @property
     def start_ns(self) -> int:
@@ -45,12 +47,12 @@ class _Failed:
             return f"actor {event.name} has ended: {event.detail or 'no reason recorded'}"
         verb = "was cancelled" if event.status == Status.CANCELLED else "failed"
         name = f"{event.name}.{event.detail}" if event.kind == Kind.MESSAGE else f"{event.detail} in {event.name}"
-        return f"{name} {verb} after {event.duration_ns / 1e9:.3g} s"
+        return f"{name} {verb} after {event.duration_ns / 1e9:.3g} s{self.reason and f': {self.reason}'}"
 
 
 def find(recording: Recording, there: Subject) -> Failures:
     """Return the failures in a recording that was read with `WANTED`. ``there`` has the output of the processes."""
-    failed = [_Failed(process, event) for process in recording.processes for event in process.recorded.events]
+    failed = [each for process in recording.processes for each in _failed_in(process)]
     failed.sort(key=lambda each: -each.event.end_ns)
     found = [*_ended(recording), *(_failure(each, failed, recording) for each in failed[:MAX_FAILURES])]
     found.sort(key=lambda each: -(each.unix_s or 0))
@@ -58,6 +60,13 @@ def find(recording: Recording, there: Subject) -> Failures:
     _add_logs(shown, recording, there)
     left_out = len(failed) - MAX_FAILURES if len(failed) > MAX_FAILURES else 0
     return Failures(shown, left_out + len(found) - len(shown), [str(each) for each in recording.unread])
+
+
+def _failed_in(process: ProcessRecording) -> Iterator[_Failed]:
+    reasons = reasons_of(process.recorded.events)
+    for event in process.recorded.events:
+        if event.kind != Kind.FAILURE:
+            yield _Failed(process, event, reasons.get(event.number, ""))
 
 
 def _failure(failed: _Failed, others: list[_Failed], recording: Recording) -> Failure:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from monarch_backend._telemetry import recorder
 from monarch_backend._telemetry.kinds import Kind, State, Status
+from monarch_backend._telemetry.messages import reasons_of
 from monarch_backend._telemetry.program_recording import CONSTRUCTOR
 from monarch_backend._telemetry.reader import Activity, Area, EventFilter, RecordedEvent, RecordedProcess
 
@@ -33,7 +34,7 @@ def _lines(descriptor: int | None, pid: int, actor: str | None) -> tuple[str, ..
         return ()
     try:
         with Area(descriptor) as area:
-            found = area.processes_of(pid, EventFilter((Kind.MESSAGE,)))
+            found = area.processes_of(pid, EventFilter((Kind.MESSAGE, Kind.FAILURE)))
             return () if not found else tuple(_of_process(max(found, key=lambda each: each.started_ns), actor))
     except Exception:  # the text of an error must not hide the error
         return ()
@@ -47,8 +48,9 @@ def _of_process(process: RecordedProcess, actor: str | None) -> Iterator[str]:
     activities.sort(key=lambda each: each.since_ns)
     for each in activities[-MAX_ACTIVITIES:]:
         yield f"it was {_doing(each)} for {_text(now - each.since_ns)}"
-    messages = [each for each in process.events if actor is None or each.name == actor]
-    yield from (_ended(each, now) for each in _newest(messages))
+    messages = [each for each in process.events if each.kind == Kind.MESSAGE and actor in (None, each.name)]
+    reasons = reasons_of(process.events)
+    yield from (_ended(each, now, reasons.get(each.number, "")) for each in _newest(messages))
 
 
 def _newest(messages: list[RecordedEvent]) -> Iterable[RecordedEvent]:
@@ -69,10 +71,11 @@ def _doing(activity: Activity) -> str:
     return f"in the {Kind(activity.kind).title} {activity.name}"
 
 
-def _ended(event: RecordedEvent, now: int) -> str:
+def _ended(event: RecordedEvent, now: int, reason: str) -> str:
     what = f"construction of {event.name}" if event.detail == CONSTRUCTOR else f"{event.name}.{event.detail}"
     status = Status(event.status).title
-    return f"{what}: {status} after {_text(event.duration_ns)}, ended {_text(now - event.end_ns)} ago"
+    ended = f"{what}: {status} after {_text(event.duration_ns)}, ended {_text(now - event.end_ns)} ago"
+    return f"{ended}: {reason}" if reason else ended
 
 
 def _text(ns: int) -> str:

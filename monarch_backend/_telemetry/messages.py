@@ -2,12 +2,13 @@
 
 The end of a message is an event. One that had to wait in the queue has an event of its arrival, and also one when it
 is withdrawn or refused. One that runs is an activity, or has an event of its start if the process shows too many.
+Why one has failed is an event before its end.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from monarch_backend._telemetry.kinds import Kind, QueueStatus, State, Status
@@ -27,7 +28,7 @@ class Message(NamedTuple):
     """A message that waits, is handled, or has been. Times are None where they are unknown, or not there yet.
 
     ``queued``: when it began to wait. ``status``: "queued", "active", "complete", "failed", "cancelled", "lost".
-    ``what`` has the endpoint as its detail.
+    ``what`` has the endpoint as its detail. ``reason``: why it has failed, "" where that is unknown.
     """
 
     process: ProcessRecording
@@ -37,6 +38,7 @@ class Message(NamedTuple):
     end: int | None
     status: str
     what: RecordedEvent | Activity
+    reason: str = ""
 
     @property
     def time_ns(self) -> int:
@@ -72,6 +74,7 @@ def messages_of(process: ProcessRecording) -> Iterator[Message]:
     arrivals = _Arrivals()
     started = defaultdict[_Key, deque[tuple[RecordedEvent, int | None]]](deque)  # without an activity
     ends = set[tuple[_Key, int]]()
+    reasons = reasons_of(process.recorded.events) if process.events(Kind.FAILURE) else {}
     for event in _in_order(process):
         key = event.name, event.trace, event.reference
         if event.kind == Kind.MESSAGE:
@@ -80,7 +83,8 @@ def messages_of(process: ProcessRecording) -> Iterator[Message]:
             queued = first.popleft()[1] if first else arrivals.take(key, start)
             ends.add((key, start))
             status = _STATUS.get(Status(event.status), Status(event.status).title)
-            yield Message(process, event.name, queued, start, event.end_ns, status, event)
+            reason = reasons.get(event.number, "")
+            yield Message(process, event.name, queued, start, event.end_ns, status, event, reason)
         elif event.status == QueueStatus.ARRIVED:
             arrivals.add(key, event)
         elif event.status == QueueStatus.STARTED:
@@ -100,6 +104,19 @@ def messages_of(process: ProcessRecording) -> Iterator[Message]:
         yield Message(process, event.name, queued, event.end_ns, None, active, event)
     for event in (each for some in arrivals.waiting.values() for each in some):
         yield Message(process, event.name, event.end_ns, None, None, queued_status, event)
+
+
+def reasons_of(events: Iterable[RecordedEvent]) -> dict[int, str]:
+    """Return why messages have failed, by the numbers of the events of their ends. Takes the events of one process."""
+    found: dict[int, str] = {}
+    last: dict[tuple[int, _Key], str] = {}
+    for event in events:
+        key = event.thread, (event.name, event.trace, event.reference)
+        if event.kind == Kind.FAILURE:
+            last[key] = event.detail
+        elif event.kind == Kind.MESSAGE and event.status == Status.ERROR and key in last:
+            found[event.number] = last.pop(key)
+    return found
 
 
 def _in_order(process: ProcessRecording) -> Iterator[RecordedEvent]:

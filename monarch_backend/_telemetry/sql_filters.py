@@ -28,7 +28,7 @@ KINDS: dict[str, frozenset[Kind]] = {
     "actors": ACTORS | {Kind.MESH},
     "actor_status_events": ACTORS,
     "meshes": ACTORS | {Kind.MESH},
-    "messages": ACTORS | {Kind.SENT},
+    "messages": ACTORS | {Kind.SENT, Kind.FAILURE},
     "message_status_events": ACTORS | {Kind.SENT},
     "sent_messages": ACTORS | {Kind.SENT, Kind.MESH},
     "spans": ACTORS | {Kind.SPAN},
@@ -77,7 +77,10 @@ class _Rows:
 
 _ROWS = {
     "messages": _Rows(
-        Kind.MESSAGE, "to_pid", of_others=frozenset({"from_actor_id", "queued_us"}), also=frozenset({Kind.QUEUE})
+        Kind.MESSAGE,
+        "to_pid",
+        of_others=frozenset({"from_actor_id", "queued_us"}),
+        also=frozenset({Kind.QUEUE, Kind.FAILURE}),
     ),
     "sent_messages": _Rows(Kind.SENT, needs={
         "sender_actor_id": ACTORS, "actor_mesh_id": ACTORS | {Kind.MESH}, "handled": ACTORS,

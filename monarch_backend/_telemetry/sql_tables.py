@@ -56,7 +56,7 @@ COLUMNS = {
     ),
     "messages": (
         "id", "timestamp_us", "from_actor_id", "to_actor_id", "endpoint", "port_index", "status", "duration_us",
-        "queued_us", "actor", "rank", "bytes", "call", "from_pid", "to_pid",
+        "queued_us", "actor", "rank", "bytes", "call", "from_pid", "to_pid", "reason",
     ),
     "message_status_events": ("id", "timestamp_us", "message_id", "status"),
     "sent_messages": (
@@ -278,7 +278,7 @@ class Tables:
                 None if start is None else self._open_us(process, start) if end is None else (end - start) // 1000,
                 None if since is None else self._waited_us(each, since),
                 actor, process.rank_of_actor.get(actor), _signed(what.value), what.reference or None,
-                pids.get(what.trace), process.recorded.pid,
+                pids.get(what.trace), process.recorded.pid, each.reason or None,
             )  # fmt: skip
 
     def _waited_us(self, message: Message, since: int) -> int | None:

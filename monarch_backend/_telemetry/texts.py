@@ -13,7 +13,7 @@ from typing import Any
 from monarch_backend import _native
 from monarch_backend._core import fork
 from monarch_backend._telemetry import recorder
-from monarch_backend._telemetry.kinds import Status
+from monarch_backend._telemetry.kinds import Kind, Status
 from monarch_backend._telemetry.recording_area import printable
 
 MAX_NAME_BYTES = 12 << 10
@@ -53,6 +53,13 @@ def event(kind: int, what: str, detail: str, *, status: int = 0, start_ns: int =
     if _native.is_recording():
         numbers = [_native.record_text(printable(text, MAX_RING_TEXT)) for text in (what, detail)]
         recorder.record_event(int(kind), status, numbers[0], numbers[1], start_ns, 0, value, 0)
+
+
+def failure(actor: int, reason: str, reference: int, sender: int) -> None:
+    """Record why a message fails, before its end is recorded on the same thread. ``actor`` is the number of a name."""
+    if _native.is_recording():
+        text = _native.record_text(printable(" ".join(reason[: 4 * MAX_RING_TEXT].split()), MAX_RING_TEXT))
+        recorder.record_event(int(Kind.FAILURE), int(Status.ERROR), actor, text, 0, reference, 0, sender)
 
 
 def life(kind: int, of: str, what: str, reason: str = "", *, is_failure: bool = False, pid: int = 0) -> None:

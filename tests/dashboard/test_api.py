@@ -147,7 +147,7 @@ def test_sql_returns_rows(client: TestClient) -> None:
     assert answer["columns"] == ["full_name", "status"]
     assert answer["hosts"] == [{"name": "this machine", "answered": True, "reason": None}]
     assert answer["rows"] == [
-        ["loader[0]", "failed"], ["loader[1]", "idle"], ["trainer[0]", "idle"], ["trainer[1]", "processing"],
+        ["loader[0]", "Failed"], ["loader[1]", "Idle"], ["trainer[0]", "Idle"], ["trainer[1]", "Processing"],
     ]  # fmt: skip
     assert not answer["truncated"] and answer["overwritten"] == 0
 

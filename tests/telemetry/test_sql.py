@@ -361,8 +361,8 @@ MONARCH = {
 
 PUSHED = [
     ("select name, value_f64 from metric_gauges where {pid} = pid and value_f64 > 0", "metric", True, False, ""),
-    ("select actor, endpoint from messages where to_pid = {pid} + 0 and status = 'failed'", "message queue", True,
-     False, ""),
+    ("select actor, endpoint from messages where to_pid = {pid} + 0 and status = 'failed'", "message queue failure",
+     True, False, ""),
     ("select name from spans where timestamp_us >= {now} - 1 and pid = {pid};", "span", True, True, ""),
     ("select name, thread_name from spans where timestamp_us > {now} -- the end", "actor message span queue", False,
      True, "actor message queue"),
@@ -373,7 +373,8 @@ PUSHED = [
     ("select name, parent_span from events where kind = 'step' and pid = {pid}", "span step", True, False, "span"),
     ("select endpoint, actor_mesh_id from sent_messages where pid = {pid}", "actor message sent mesh queue", True,
      False, "actor message mesh queue"),
-    ("select endpoint, queued_us from messages where to_pid = {pid}", "actor message sent queue", False, False, ""),
+    ("select endpoint, queued_us from messages where to_pid = {pid}", "actor message sent queue failure",
+     False, False, ""),
     ("select endpoint, handled from sent_messages where pid = {pid} or 1", "actor message sent queue", False, False,
      "actor message queue"),
     ("select count(*) from steps where pid = {pid} or pid > 0", "step", False, False, ""),

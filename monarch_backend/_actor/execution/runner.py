@@ -35,7 +35,7 @@ from monarch_backend._core import env
 from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._serialization.exceptions import remote_traceback
 from monarch_backend._serialization.pickling import DeserializationError, dumps, loads
-from monarch_backend._telemetry import kinds, last_messages, recorder, trace_context
+from monarch_backend._telemetry import kinds, last_messages, recorder, texts, trace_context
 from monarch_backend._telemetry.recorder import begin_activity, end_activity, note_arrival, record_event
 from monarch_backend._transport.local.event_loop import release
 from monarch_backend._transport.local.frames import (
@@ -204,6 +204,12 @@ class ActorRunner:
             peer, frame, _ = message
             number = self._number_in(frame)
             record_event(_QUEUE, status, self._name_number, number, 0, frame.ref, len(frame.body), peer.identity)
+
+    def _note_failure(self, error: BaseException, message: Message) -> None:
+        """Record why the message that ends now has failed."""
+        if self.recording_cell:
+            peer, frame, _ = message
+            texts.failure(self._name_number, text_of(error), frame.ref, peer.identity)
 
     def _number_in(self, frame: Frame) -> int:
         """Return the number of the name of a message's endpoint, 0 if it cannot be read."""
@@ -437,6 +443,7 @@ class ActorRunner:
                 self._raised(error, answer)
         except BaseException as error:
             status = _ERROR
+            self._note_failure(error, message)
             self._raised(error, answer)
         finally:
             code.end()
