@@ -94,7 +94,7 @@ class _Instrument:
 
     def __init__(self, meter: str, name: str, unit: str, description: str) -> None:
         self._meter, self.name, self.unit, self.description = meter, name, unit, description
-        number = next(_numbers)
+        number, self._starts = next(_numbers), -1
         self._reference = self._kind | number << _KIND_BITS
         self._about = f"instrument {number}: {json.dumps([meter, unit], separators=(',', ':'))}"
 
@@ -106,9 +106,12 @@ class _Instrument:
         return f"{type(self).__name__}({self.name!r})"
 
     def _record(self, value: Number, detail: int, total: int = 0) -> None:
-        name, about = texts.name_number(self.name), texts.name(self._about)
-        if about:
-            recorder.name_number(about)  # once in a recording
+        name = texts.name_number(self.name)
+        if self._starts != recorder.starts:  # this recording has no meter and unit of it yet
+            about = texts.name(self._about)
+            if about:
+                recorder.name_number(about)
+            self._starts = recorder.starts
         record_event(_METRIC, 0, name, detail, 0, self._reference, float(value), total)
 
 

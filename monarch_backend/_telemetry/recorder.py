@@ -104,9 +104,14 @@ def start_rank(rank: str) -> None:
         area(f"rank {rank}")
 
 
+starts = 0
+"""Number of recordings that this process, and those that it was forked from, have begun: each without names."""
+
+
 def start(owner: int, descriptor: int, index: int, label: str) -> None:
     """Record this process into a slot of its starter's area. Without access to the area, nothing is recorded."""
-    global _slot
+    global _slot, starts
+    starts += 1
     try:
         recording_area.use(owner, descriptor, index, label)
         _slot = (owner, descriptor, index, label)
@@ -201,9 +206,10 @@ def process_group(name: str, ranks: Sequence[int]) -> None:
 
 
 def _in_forked_child() -> None:
-    global _area, _lock, _slot, _group_bytes, _may_begin
+    global _area, _lock, _slot, _group_bytes, _may_begin, starts
     _may_begin = True
     _slot = None
+    starts += 1
     _group_bytes = 0
     _lock = threading.Lock()
     _names.clear()

@@ -18,7 +18,7 @@ from monarch_backend import _native, actor, telemetry
 from monarch_backend._core import platform
 from monarch_backend._telemetry import recorder, spans, texts
 from monarch_backend._telemetry.kinds import Kind, State, Status
-from monarch_backend._telemetry.metrics import InstrumentKind, kind_of
+from monarch_backend._telemetry.metrics import InstrumentKind, instruments, kind_of, number_of
 from monarch_backend._telemetry.reader import Area, RecordedEvent, RecordedProcess
 from monarch_backend._telemetry.recording_area import RecordingArea
 
@@ -176,6 +176,29 @@ def test_metrics_record_values_sums_and_attributes(area: RecordingArea) -> None:
         ("time", "HISTOGRAM", 0.25, 0, '{"k":[1]}'),
         ("loss", "GAUGE", 7, 0, ""),
     ]
+    known = instruments(process.names)
+    units = {e.name: known[number_of(e.reference)] for e in process.events if e.kind == Kind.METRIC}
+    assert units == {"steps": ("m", ""), "queue": ("m", "1"), "time": ("m", ""), "loss": ("m", "")}
+
+
+def test_forked_process_records_its_instruments_anew() -> None:
+    code = (
+        "import os\n"
+        "from monarch_backend.actor import this_proc\n"
+        "from monarch_backend.telemetry import get_meter, query\n"
+        "counter = get_meter('m').create_counter('steps', unit='1')\n"
+        "def ask():\n"
+        "    this_proc()\n"
+        "    counter.add(1)\n"
+        "    print(query('select scope_name, unit from metric_sums', os.getpid()).rows, flush=True)\n"
+        "ask()\n"
+        "if os.fork() == 0:\n"
+        "    ask()\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[('m', '1')]\n" * 2, done.stderr
 
 
 def test_attributes_that_are_equal_but_of_other_types_differ(area: RecordingArea) -> None:
