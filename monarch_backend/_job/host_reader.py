@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from monarch_backend import _native
 from monarch_backend._actor.actor import Actor, endpoint
+from monarch_backend._processes.debugging import client
+from monarch_backend._processes.debugging.client import WaitingProcess
 from monarch_backend._telemetry import (
     gpu_memory,
     late_ranks,
@@ -142,6 +144,19 @@ class HostReader(Actor):
             return py_spy.flame_graph(pid, seconds)
         except py_spy.PySpyError as error:
             return type(error).__name__, str(error)
+
+    @endpoint
+    def waiting(self) -> list[WaitingProcess]:
+        """Return the processes of this host that wait at a breakpoint."""
+        pids = {process.pid for program in self._programs() for process in program.processes}
+        return [each for each in client.waiting_processes() if each.pid in pids]
+
+    @endpoint
+    def debug(
+        self, processes: list[WaitingProcess], command: str, until_resumed: bool
+    ) -> list[tuple[WaitingProcess, str]]:
+        """Send a command of pdb to waiting processes, and return the answers."""
+        return list(client.send_command(processes, command, until_resumed=until_resumed))
 
     def _program(self, pid: int) -> Program | None:
         return next((each for each in self._programs() if each.pid == pid), None)

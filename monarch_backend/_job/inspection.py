@@ -28,6 +28,8 @@ from monarch_backend._job import host_reader, state_file
 from monarch_backend._job.host_reader import MESSAGES, HostReader, Refusal
 from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
+from monarch_backend._processes.debugging import client
+from monarch_backend._processes.debugging.client import WaitingProcess
 from monarch_backend._telemetry import gpu_memory, late_ranks, process_signals, profiles, program_recording
 from monarch_backend._telemetry.profile_result import ProfileResult, take_here
 from monarch_backend._telemetry.profiles import Profile
@@ -321,6 +323,29 @@ class Inspection:
                 f"host {program.host} has not answered, and may have sent the signal: {first_line(error)}"
             ) from None
         return answer if isinstance(answer, str) else _raise(answer)
+
+    def waiting(self) -> tuple[list[tuple[str, WaitingProcess]], list[Unread]]:
+        """Return the processes that wait at a breakpoint, each with its host, "" for this machine; and what was not
+        read.
+        """
+        answers, unread = self._of_hosts(lambda each: [(each.name, one) for one in _get(each.looks.waiting.call_one())])
+        pids = {process.pid for program in self._programs_here() for process in program.processes}
+        here = [("", each) for each in client.waiting_processes() if each.pid in pids]
+        return [*here, *(one for answer in answers for one in answer)], unread
+
+    def debug(
+        self, host: str, processes: list[WaitingProcess], command: str, *, until_resumed: bool
+    ) -> list[tuple[WaitingProcess, str]]:
+        """Send a command of pdb to waiting processes of a host, and return the answers. It has no limit of time."""
+        if not host:
+            return list(client.send_command(processes, command, until_resumed=until_resumed))
+        try:
+            found: list[tuple[WaitingProcess, str]] = (
+                self._asked(host).debug.call_one(processes, command, until_resumed).get()
+            )
+        except Exception as error:
+            return [(each, f"host {host} has not answered: {first_line(error)}") for each in processes]
+        return found
 
     def profile(self, members: Sequence[Member], *, seconds: float | None, steps: int | None) -> ProfileResult:
         """See `Subject`. The hosts begin at the same time, apart from the way of the request."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry.labels import fold_labels
 from monarch_backend.cli.arguments import add_ranks, fail
 from monarch_backend.cli.ps import duration
 
 if TYPE_CHECKING:
+    from monarch_backend._job.inspection import Inspection
     from monarch_backend._processes.debugging.client import WaitingProcess
 
 DESCRIPTION = """\
-Processes of this user on this machine that wait at a breakpoint.
+Processes of this user on this machine, or of all hosts of a job, that wait at a breakpoint.
 
   monarch-backend debug [PROGRAM]      list them
   monarch-backend debug attach WHICH   debug one of them: pdb in this terminal
@@ -41,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one of the actions. Return 0; 1, with the reason, if no such process waits; 2 for wrong arguments."""
     from monarch_backend._job.errors import JobError
-    from monarch_backend._processes.debugging import client
 
     action, words = "list", args.words
     if words and words[0] in _ACTIONS:
@@ -55,21 +57,61 @@ def run(args: argparse.Namespace) -> int:
         print("monarch-backend debug: the command is empty, and would repeat none: name one of pdb", file=sys.stderr)
         return 2
     try:
-        processes = _of_program(client.waiting_processes(), args.program)
-        if action == "list":
-            if args.ranks is not None:
-                processes = client.select_processes(args.ranks, processes)
-            print(client.as_json(processes) if args.json else _listed(processes))
-            return 0
-        if action == "attach":
-            return _attach(client.select_processes(words, processes))
-        chosen = client.select_processes(args.ranks, processes)
+        with _looking_at(args.program) as there:
+            return _act(args, there, action, words)
     except (LookupError, OSError, ValueError, NotImplementedError, JobError) as error:
         return fail("debug", error)
-    try:
-        return _send(chosen, words[0] if words else "continue", is_continue=not words, as_json=args.json)
     except KeyboardInterrupt:
         return fail("debug", "interrupted; the processes go on with the command")
+
+
+def _act(args: argparse.Namespace, there: Inspection | None, action: str, words: list[str]) -> int:
+    from monarch_backend._processes.debugging import client
+
+    if there is None:
+        found = [("", each) for each in _of_program(client.waiting_processes(), args.program)]
+    else:
+        found, unread = there.waiting()
+        for each in unread:
+            fail("debug", f"not read: {each}")
+    processes = [process for _, process in found]
+    hosts = {process: host for host, process in found}
+    if action == "list":
+        if args.ranks is not None:
+            processes = client.select_processes(args.ranks, processes)
+        print(client.as_json(processes) if args.json else _listed(processes, hosts))
+        return 0
+    if action == "attach":
+        return _attach(client.select_processes(words, processes), hosts)
+    chosen = client.select_processes(args.ranks, processes)
+    is_continue = not words
+    answers: dict[WaitingProcess, str] = {}
+    command = words[0] if words else "continue"
+    if there is None:
+        answers = dict(client.send_command(chosen, command, until_resumed=is_continue))
+    else:
+        by_host: dict[str, list[WaitingProcess]] = {}
+        for process in chosen:
+            by_host.setdefault(hosts[process], []).append(process)
+        for some in in_parallel(
+            lambda host: there.debug(host, by_host[host], command, until_resumed=is_continue), by_host
+        ):
+            answers |= dict(some)
+    _show(chosen, hosts, answers, as_json=args.json)
+    return 0
+
+
+def _looking_at(program: str | None) -> contextlib.AbstractContextManager[Inspection | None]:
+    """Return what looks at the hosts of a job, or None in its place for a program of this machine."""
+    from monarch_backend.cli.subject import job_file
+
+    path = None if program is None else job_file(program)
+    if path is None:
+        return contextlib.nullcontext()
+    from monarch_backend import _wiring as _wiring  # imports torch
+    from monarch_backend._job.inspection import Inspection
+
+    return Inspection(path)
 
 
 _ACTIONS = {"list": 0, "attach": 1, "run": 1, "continue": 0}
@@ -79,25 +121,17 @@ _ACTIONS = {"list": 0, "attach": 1, "run": 1, "continue": 0}
 def _of_program(processes: list[WaitingProcess], program: str | None) -> list[WaitingProcess]:
     if program is None:
         return processes
-    from monarch_backend.cli.subject import look_at
+    from monarch_backend._telemetry.programs import select
 
-    with look_at(program) as there:
-        chosen, unread = there.programs()
-    pids = {process.pid for each in chosen if not each.host for process in each.processes}
-    found = [each for each in processes if each.pid in pids]
-    elsewhere = sorted({each.host for each in chosen if each.host} | {each.label for each in unread if not each.pid})
-    if elsewhere:
-        text = (
-            f"debug reaches only the processes of this machine; not those of {', '.join(elsewhere)}. Run it there. "
-            f"'monarch-backend ps {program}' shows breakpoints on all hosts"
-        )
-        if not found:
-            raise LookupError(text)
-        fail("debug", text)
-    return found
+    pids = {process.pid for each in select(program) for process in each.processes}
+    return [each for each in processes if each.pid in pids]
 
 
-def _listed(processes: Sequence[WaitingProcess]) -> str:
+def _label(process: WaitingProcess, hosts: Mapping[WaitingProcess, str]) -> str:
+    return f"{process.label} on {hosts[process]}" if hosts[process] else process.label
+
+
+def _listed(processes: Sequence[WaitingProcess], hosts: Mapping[WaitingProcess, str]) -> str:
     if not processes:
         return "no process waits at a breakpoint"
     rows = []
@@ -105,7 +139,13 @@ def _listed(processes: Sequence[WaitingProcess]) -> str:
         since = f"for {duration(time.time() - each.since)}" if each.since else ""
         name = str(each.pid) if sum(other.pid == each.pid for other in processes) == 1 else each.id
         rows.append(
-            (each.label, f"pid {name}", each.where, since, f"attached by {each.attached}" * bool(each.attached))
+            (
+                _label(each, hosts),
+                f"pid {name}",
+                each.where,
+                since,
+                f"attached by {each.attached}" * bool(each.attached),
+            )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
@@ -113,13 +153,19 @@ def _listed(processes: Sequence[WaitingProcess]) -> str:
     )
 
 
-def _attach(chosen: Sequence[WaitingProcess]) -> int:
+def _attach(chosen: Sequence[WaitingProcess], hosts: Mapping[WaitingProcess, str]) -> int:
     from monarch_backend._processes.debugging import client
 
     if len(chosen) > 1:
         names = ", ".join(f"{each.id} ({each.label})" for each in chosen)
         return fail("debug", f"attach to one of them: {names}")
     [process] = chosen
+    if hosts[process]:
+        return fail(
+            "debug",
+            f"{_label(process, hosts)} is attached only from its own machine: run this command there, or send it "
+            "single commands from here, with `debug run COMMAND --program JOB`",
+        )
     try:
         attachment = client.Attachment(process)
     except OSError as error:
@@ -146,17 +192,18 @@ def _use_completion(complete: object) -> None:
     readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
 
 
-def _send(chosen: Sequence[WaitingProcess], command: str, *, is_continue: bool, as_json: bool) -> int:
-    from monarch_backend._processes.debugging import client
-
-    answers = dict(client.send_command(chosen, command, until_resumed=is_continue))
+def _show(
+    chosen: Sequence[WaitingProcess], hosts: Mapping[WaitingProcess, str], answers: Mapping[WaitingProcess, str],
+    *, as_json: bool,
+) -> None:  # fmt: skip
     if as_json:
-        print(json.dumps([{"label": p.label, "pid": p.pid, "answer": answers[p]} for p in chosen], indent=1))
-        return 0
-    folded: dict[str, list[str]] = {}
+        found = [{"label": p.label, "pid": p.pid, "host": hosts[p], "answer": answers[p]} for p in chosen]
+        print(json.dumps(found, indent=1))
+        return
+    folded: dict[tuple[str, str], list[str]] = {}
     for process in chosen:
-        folded.setdefault(answers[process], []).append(process.label)
-    for text, labels in folded.items():
+        folded.setdefault((hosts[process], answers[process]), []).append(process.label)
+    for (host, text), labels in folded.items():
+        where = f" on {host}" if host else ""
         for line in text.splitlines() or [""]:
-            print(f"[{fold_labels(labels)}] {line}".rstrip())
-    return 0
+            print(f"[{fold_labels(labels)}{where}] {line}".rstrip())

@@ -24,6 +24,7 @@ from monarch_backend._job import inspection
 from monarch_backend._job.inspection import Inspection
 from monarch_backend._telemetry.export.series import Collector
 from monarch_backend._telemetry.program_output import ALL_LINES
+from monarch_backend.actor import Actor, endpoint
 from monarch_backend.job import Job
 from tests.job.support import in_program
 from tests.job.test_ssh_job import new_job
@@ -298,7 +299,7 @@ def test_one_process_of_the_host_gets_a_signal(job: Job, programs: list[dict[str
         (["kill", "JOB", "--signal", "KILL"], "is a job, whose hosts end as with Job.kill(): leave out --signal"),
         (["kill", "JOB", "--rank", "gpus 9"], "no running process is 'gpus 9'; there are ["),
         (["profile", "JOB", "--seconds", "1", "--ranks", "gpus=9"], "no process is 'gpus=9'; there are: "),
-        (["debug", "JOB"], f"debug reaches only the processes of this machine; not those of {HOST}. Run it there"),
+        (["debug", "run", "p 1", "--program", "JOB"], "no process waits"),
         (["flight-recorder", "JOB", "-o", "dumps"], "no process has a group of backend='monarch'"),
         (["logs", "JOB", "--rank", "gpus 9"], "no process is 'gpus 9'; there are ["),
     ],
@@ -408,3 +409,39 @@ def test_offset_of_a_clock_is_that_of_the_shortest_round_trip(monkeypatch: pytes
 
     monkeypatch.setattr(_native, "monotonic_ns", lambda: now)
     assert inspection._clock_offset(clock_ns) == (1_000_000, 2)
+
+
+class Holder(Actor):
+    """Actor that stops at a breakpoint."""
+
+    @endpoint
+    def hold(self) -> int:
+        value = 6
+        breakpoint()
+        return value
+
+
+def debugged(path: Path) -> Any:
+    """Stop a process of the job's host at a breakpoint, and use it from a second terminal."""
+    procs = Job.load(path).state().trainers.spawn_procs({"gpus": 2}, name="held")
+    future = procs.spawn("holder", Holder).hold.call()
+    wait_until(lambda: command("debug", path).stdout.count(" in hold") == 2)
+    listed = command("debug", path).stdout
+    every = "--program", path
+    attached = command("debug", "attach", "hosts 0 gpus 1", *every)
+    only = command("debug", "run", "value = 7", "--rank", "gpus=1", *every)
+    ran = command("debug", "run", "p value * 2", "--json", *every)
+    continued = command("debug", "continue", *every)
+    values = list(future.get(30).values())
+    procs.stop().get(30)
+    return listed, attached.stderr, only.returncode, json.loads(ran.stdout), continued.stdout, values
+
+
+@pytest.mark.slow
+def test_breakpoints_of_another_host_are_listed_and_commanded(job: Job) -> None:
+    listed, attached, code, ran, continued, values = in_program(debugged, job.path, timeout=100)
+    assert listed.startswith(f"hosts 0 gpus 0 of held on {HOST}  pid ")
+    assert "only from its own machine" in attached and code == 0
+    assert [(each["host"], each["answer"]) for each in ran] == [(HOST, "12\n"), (HOST, "14\n")]
+    assert continued == f"[hosts 0 gpus 0-1 of held on {HOST}] the program continues\n"
+    assert values == [6, 7]
