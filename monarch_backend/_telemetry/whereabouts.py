@@ -5,11 +5,12 @@ from __future__ import annotations
 import linecache
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from monarch_backend._telemetry import discovery, process_stacks, stacks
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
+from monarch_backend._telemetry.program_recording import CONSTRUCTOR
 from monarch_backend._telemetry.programs import IS_ASYNC, Process, name_of_call
 from monarch_backend._telemetry.reader import Activity, RecordedProcess
 
@@ -19,6 +20,12 @@ _RUNNER_FILES = tuple(
 
 _CALLERS = "_call", "_call_async", "_drain", "_drain_async"
 """Functions of the runners that call endpoints, and take values of their generators."""
+
+MAX_PLACES = 3
+"""Lines that are shown where several threads may run an endpoint."""
+
+_CONSTRUCTS = "construct"
+"""Function of the runners that constructs actors, in several calls."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ def describe(process: RecordedProcess, call: Call, timeout: float) -> str:
         state = stacks.state_of(process.pid)
         return text if state.startswith(("it runs", "it sleeps")) else f"{state}; {text}"
     found = process_stacks.read(process.pid, timeout=timeout, with_py_spy=False)
-    place = _place(found, running)
+    place = _place(process, found, running)
     is_it = (running.trace, running.reference) == (call.caller, call.number)
     doing = f"it is {place}, {text}" if is_it else f"{text}; it is {place}"
     return f"{doing}{_wait(process, running, found)}"
@@ -55,7 +62,7 @@ def place_of(process: RecordedProcess, timeout: float) -> str:
     """Return where a process is in its program: "at train.py:33 in load (source)". It takes ``timeout`` seconds."""
     running = [each for each in process.activities if each.kind == Kind.MESSAGE and each.state != State.IDLE]
     if running:
-        return _place(process_stacks.read(process.pid, timeout=timeout, with_py_spy=False), running[0])
+        return _place(process, process_stacks.read(process.pid, timeout=timeout, with_py_spy=False), running[0])
     state = stacks.state_of(process.pid)
     if not state.startswith(("it runs", "it sleeps")):
         return f"at an unknown line ({state})"
@@ -118,7 +125,7 @@ def _wait(process: RecordedProcess, running: Activity, found: stacks.Stacks) -> 
     return f", and waits for {task.awaits}" if task is not None and task.awaits else ""
 
 
-def _place(found: stacks.Stacks, running: Activity) -> str:
+def _place(process: RecordedProcess, found: stacks.Stacks, running: Activity) -> str:
     if found.problem:
         return f"at an unknown line ({found.problem})"
     task = _task_of(found, running)
@@ -126,10 +133,20 @@ def _place(found: stacks.Stacks, running: Activity) -> str:
         loop = next((each for each in _threads(found) if each.ident == task.ident), None)
         blocked = None if loop is None else loop.innermost
         return _at(task.innermost) + (f" while its event loop is {_at(blocked)}" if blocked is not None else "")
-    thread = _thread_of(_threads(found), running.detail)
-    frame = None if thread is None else thread.innermost or thread.leaf  # a controller's worker runs no user code
-    if frame is not None:
-        return _at(frame) + (f", and waits for {thread.lock}" if thread is not None and thread.lock else "")
+    others = {
+        each.detail
+        for each in process.activities
+        if each.kind == Kind.MESSAGE and each.state == State.RUNNING and each.number != running.number
+    }
+    candidates = _threads_of(_threads(found), running.detail, others)
+    # A controller's worker runs no code of the program.
+    places = [
+        _at(frame) + (f", and waits for {each.lock}" if each.lock else "")
+        for each in candidates
+        if (frame := each.innermost or each.leaf) is not None
+    ]
+    if places:
+        return " or ".join(places[:MAX_PLACES])
     return f"at an unknown line ({found.unread_tasks})" if found.unread_tasks else "between two lines of its code"
 
 
@@ -155,17 +172,33 @@ def _tasks_of(found: stacks.Stacks, actor: str, rank: int, endpoint: str) -> Ite
             yield each
 
 
-def _thread_of(threads: list[stacks.Thread], endpoint: str) -> stacks.Thread | None:
+def _threads_of(threads: list[stacks.Thread], endpoint: str, others: Collection[str] = ()) -> list[stacks.Thread]:
     """Return the thread that runs an endpoint: the endpoint is the call after the runner's last one.
 
-    A constructor or a decorated endpoint may have another name there. Then only one thread must have a runner.
+    A decorated endpoint comes later, or not yet. Then it may be each thread that runs none of the endpoints ``others``,
+    which also run in the process. A constructor may be each one that runs.
     """
-    runners = [thread for thread in reversed(threads) if any(_is_runner(frame) for frame in thread.frames)]
-    for thread in runners:
-        for before, after in zip(thread.frames, thread.frames[1:], strict=False):
-            if _is_runner(before) and before.function in _CALLERS and after.function == endpoint:
-                return thread
-    return runners[0] if len(runners) == 1 and runners[0].innermost is not None else None
+    runners = [(thread, calls) for thread in reversed(threads) if (calls := _calls(thread, endpoint)) is not None]
+    inner = [thread for thread, calls in runners if any(frame.function == endpoint for frame in calls)]
+    if endpoint == CONSTRUCTOR:
+        return inner or [thread for thread, _ in runners if thread.innermost is not None]
+    direct = [thread for thread, calls in runners if calls and calls[0].function == endpoint]
+    left = [
+        thread
+        for thread, calls in runners
+        if thread.innermost is not None and (not calls or calls[0].function not in others)
+    ]
+    return direct[:1] or inner[:1] or left
+
+
+def _calls(thread: stacks.Thread, endpoint: str) -> tuple[stacks.Frame, ...] | None:
+    """Return the calls below the runner's last one that runs the program's code, None for a thread without it."""
+    callers = (_CONSTRUCTS,) if endpoint == CONSTRUCTOR else _CALLERS
+    for place in reversed(range(len(thread.frames))):
+        frame = thread.frames[place]
+        if _is_runner(frame) and frame.function in callers:
+            return thread.frames[place + 1 :]
+    return None
 
 
 def _is_runner(frame: stacks.Frame) -> bool:
