@@ -24,6 +24,7 @@ from monarch_backend._core import platform
 from monarch_backend._processes import local_sockets
 from monarch_backend._processes.debugging import client
 from monarch_backend._processes.debugging.client import Attachment, WaitingProcess
+from monarch_backend._processes.debugging.messages import Peer
 from monarch_backend._telemetry import programs
 from monarch_backend.actor import (
     Actor,
@@ -202,6 +203,15 @@ def test_command_to_a_process_that_ends_its_wait_says_so(is_answered: bool) -> N
         process = WaitingProcess("1.1", 1, address=address)
         [(_, text)] = client.send_command([process], "continue", until_resumed=True)
     assert text == "it does not wait any more: its call or its process has ended"
+
+
+def test_command_that_cannot_be_sent_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    monkeypatch.setattr(client, "connect", lambda _: Peer(ours, 1))
+    [(_, text)] = client.send_command([WaitingProcess("1.1", 1)], "continue")
+    assert text == "it does not wait any more: its call or its process has ended"
+    assert ours.fileno() == -1
 
 
 @contextlib.contextmanager

@@ -131,14 +131,15 @@ def send_command(
     try:
         poll = select.poll()
         for process in processes:
+            peer = None
             try:
                 peer = connect(process.address)
                 peer.send(do="run", command=command)
-            except ConnectionError:
-                yield process, _OVER
-                continue
             except OSError as error:
-                yield process, f"it does not wait any more: {error}"
+                if peer is not None:
+                    peer.close()
+                is_over = isinstance(error, ConnectionError)
+                yield process, _OVER if is_over else f"it does not wait any more: {error}"
                 continue
             peers[peer.socket.fileno()], texts[peer.socket.fileno()] = (process, peer), ""
             poll.register(peer.socket, select.POLLIN)
