@@ -7,7 +7,7 @@ Why one has failed is an event before its end.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ _LEFT = {QueueStatus.WITHDRAWN: "cancelled", QueueStatus.REFUSED: "lost"}
 _Key = tuple[str, int, int]  # actor, sender and number of the call
 
 
-_STATUS = {Status.OK: "complete", Status.ERROR: "failed"}
+_STATUS: dict[int, str] = {Status.OK: "complete", Status.ERROR: "failed"}
 """How a message has ended, in Monarch's words. Others have the words of `Status`."""
 
 
@@ -51,8 +51,12 @@ class Message(NamedTuple):
 class _Arrivals:
     """Messages that have begun to wait, by key. Broadcast messages have no number, so several may have one key."""
 
-    def __init__(self) -> None:
-        self.waiting = defaultdict[_Key, deque[RecordedEvent]](deque)
+    def __init__(self, events: list[RecordedEvent]) -> None:
+        self.waiting: dict[_Key, deque[RecordedEvent]] = {
+            (event.name, event.trace, event.reference): deque()
+            for event in events
+            if event.status == QueueStatus.ARRIVED
+        }
         self._over = set[_Key]()
 
     def add(self, key: _Key, event: RecordedEvent) -> None:
@@ -61,9 +65,11 @@ class _Arrivals:
 
     def take(self, key: _Key, start: int) -> int | None:
         """Remove the message that has started at this time. Return when it has begun to wait."""
+        found = self.waiting.get(key)
+        if found is None:
+            return None
         if key[2]:
             self._over.add(key)
-        found = self.waiting.get(key)
         if not found or (not key[2] and found[0].end_ns > start):
             return None
         return min(found.popleft().end_ns, start)
@@ -71,39 +77,45 @@ class _Arrivals:
 
 def messages_of(process: ProcessRecording) -> Iterator[Message]:
     """Yield the messages of a process: those that have ended, then those that run, then those that wait."""
-    arrivals = _Arrivals()
-    started = defaultdict[_Key, deque[tuple[RecordedEvent, int | None]]](deque)  # without an activity
-    ends = set[tuple[_Key, int]]()
+    queue = process.events(Kind.QUEUE)
+    arrivals = _Arrivals(queue)
+    started: dict[_Key, deque[tuple[RecordedEvent, int | None]]] = {}  # without an activity
+    running = [each for each in process.going_on(Kind.MESSAGE) if each.state != State.CONSTRUCTING]
+    starts, ended = {each.since_ns for each in running}, set[tuple[_Key, int]]()
     reasons = reasons_of(process.recorded.events) if process.events(Kind.FAILURE) else {}
-    for event in _in_order(process):
-        key = event.name, event.trace, event.reference
-        if event.kind == Kind.MESSAGE:
-            start = event.end_ns - event.duration_ns
-            first = started.get(key)
-            queued = first.popleft()[1] if first else arrivals.take(key, start)
-            ends.add((key, start))
-            status = _STATUS.get(Status(event.status), Status(event.status).title)
-            reason = reasons.get(event.number, "")
-            yield Message(process, event.name, queued, start, event.end_ns, status, event, reason)
-        elif event.status == QueueStatus.ARRIVED:
+    events = process.events(Kind.MESSAGE)
+    for event in sorted(events + queue) if queue else events:
+        _, end, duration, kind, status, _, actor, detail, reference, _, trace = event
+        key = actor, trace, reference
+        if kind == Kind.MESSAGE:
+            if detail == CONSTRUCTOR:
+                continue
+            start = end - duration
+            queued = None
+            if queue:
+                first = started.get(key)
+                queued = first.popleft()[1] if first else arrivals.take(key, start)
+            if start in starts:
+                ended.add((key, start))
+            state = _STATUS.get(status) or Status(status).title
+            yield Message(process, actor, queued, start, end, state, event, reasons.get(event.number, ""))
+        elif status == QueueStatus.ARRIVED:
             arrivals.add(key, event)
-        elif event.status == QueueStatus.STARTED:
-            started[key].append((event, arrivals.take(key, event.end_ns)))
+        elif status == QueueStatus.STARTED:
+            started.setdefault(key, deque()).append((event, arrivals.take(key, end)))
         else:
-            queued = arrivals.take(key, event.end_ns)
-            status = _LEFT.get(QueueStatus(event.status), "lost")
-            yield Message(process, event.name, queued, None, event.end_ns, status, event)
-    active, queued_status = ("active", "queued") if is_alive(process) else ("lost", "lost")
-    for each in process.going_on(Kind.MESSAGE):
+            queued = arrivals.take(key, end)
+            yield Message(process, actor, queued, None, end, _LEFT.get(QueueStatus(status), "lost"), event)
+    active, waits = ("active", "queued") if is_alive(process) else ("lost", "lost")
+    for each in running:
         key = each.name, each.trace, each.reference
-        # An activity may have ended before the events were read.
-        if each.state != State.CONSTRUCTING and (key, each.since_ns) not in ends:
+        if (key, each.since_ns) not in ended:  # else it has ended before the events were read
             queued = arrivals.take(key, each.since_ns)
             yield Message(process, each.name, queued, each.since_ns, None, active, each)
     for event, queued in (each for some in started.values() for each in some):
         yield Message(process, event.name, queued, event.end_ns, None, active, event)
     for event in (each for some in arrivals.waiting.values() for each in some):
-        yield Message(process, event.name, event.end_ns, None, None, queued_status, event)
+        yield Message(process, event.name, event.end_ns, None, None, waits, event)
 
 
 def reasons_of(events: Iterable[RecordedEvent]) -> dict[int, str]:
@@ -117,9 +129,3 @@ def reasons_of(events: Iterable[RecordedEvent]) -> dict[int, str]:
         elif event.kind == Kind.MESSAGE and event.status == Status.ERROR and key in last:
             found[event.number] = last.pop(key)
     return found
-
-
-def _in_order(process: ProcessRecording) -> Iterator[RecordedEvent]:
-    messages = (event for event in process.events(Kind.MESSAGE) if event.detail != CONSTRUCTOR)
-    queue = process.events(Kind.QUEUE)
-    return iter(sorted([*messages, *queue])) if queue else messages

@@ -14,6 +14,11 @@ import pytest
 
 from monarch_backend._core import platform
 from monarch_backend._native import recording_layout
+from monarch_backend._telemetry.kinds import Kind, SlotState, State
+from monarch_backend._telemetry.messages import messages_of
+from monarch_backend._telemetry.program_recording import ProcessRecording
+from monarch_backend._telemetry.programs import Process, Program
+from monarch_backend._telemetry.reader import Activity, RecordedEvent, RecordedProcess
 from monarch_backend.actor import Actor, ProcMesh, concurrent_endpoint, endpoint
 from monarch_backend.telemetry import query
 from tests.actor.actors import running
@@ -170,3 +175,42 @@ def test_conditions_leave_rows_of_queued_messages_as_they_are(procs: ProcMesh, t
     for each in [held, *calls]:
         each.get(PATIENCE)
     actor.stop().get(PATIENCE)
+
+
+def _event(number: int, kind: int, end: int, duration: int = 0, status: int = 0, reference: int = 7) -> RecordedEvent:
+    return RecordedEvent(number, end, duration, kind, status, 0, "actor", "step", reference, 0, 5)
+
+
+def _process(events: list[RecordedEvent], activities: list[Activity] | None = None) -> ProcessRecording:
+    recorded = RecordedProcess(1, 1, "gpus 0", SlotState.ALIVE, 1, None, 9, activities or [], events)
+    return ProcessRecording(
+        recorded, Program(1, "train.py", []), Process(1, "gpus 0", "running", 0, 1.0, None, None, None, [])
+    )
+
+
+def _states(process: ProcessRecording) -> list[tuple[str, int | None, int | None, int | None]]:
+    return [(each.status, each.queued, each.start, each.end) for each in messages_of(process)]
+
+
+def test_arrival_that_is_recorded_after_the_start_or_the_end_is_of_that_message() -> None:
+    late = [_event(1, Kind.QUEUE, 105), _event(2, Kind.MESSAGE, 120, 20)]
+    assert _states(_process(late)) == [("complete", 100, 100, 120)]
+    later = [_event(1, Kind.MESSAGE, 120, 20), _event(2, Kind.QUEUE, 125)]
+    assert _states(_process(later)) == [("complete", None, 100, 120)]
+
+
+def test_broadcast_messages_are_matched_in_their_order() -> None:
+    events = [
+        _event(1, Kind.MESSAGE, 90, 10, reference=0), _event(2, Kind.QUEUE, 100, reference=0),
+        _event(3, Kind.QUEUE, 101, reference=0), _event(4, Kind.MESSAGE, 120, 10, reference=0),
+    ]  # fmt: skip
+    assert _states(_process(events)) == [
+        ("complete", None, 80, 90), ("complete", 100, 110, 120), ("queued", 101, None, None),
+    ]  # fmt: skip
+
+
+def test_activity_that_ended_before_the_events_were_read_is_one_message() -> None:
+    activity = Activity(1, Kind.MESSAGE, State.RUNNING, "actor", "step", 100, 0, 7, 0, 0, 0, 5)
+    ended = _event(1, Kind.MESSAGE, 120, 20)
+    assert _states(_process([ended], [activity])) == [("complete", None, 100, 120)]
+    assert _states(_process([], [activity])) == [("active", None, 100, None)]

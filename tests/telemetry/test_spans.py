@@ -327,7 +327,7 @@ procs.stop().get()
 counter.add(1)
 with span("after"):
     pass
-print(query("select max(total) from metrics").rows, query("select name from spans order by timestamp_us").rows,
+print(query("select max(total) from metric_sums").rows, query("select name from spans order by timestamp_us").rows,
       query("select count(*) from steps").rows)
 """
 
