@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,7 +27,10 @@ PLACE_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True)
 class LateRank:
-    """A rank that others wait for: in operation ``number`` of a group, for ``seconds``, with ``waiting`` ranks."""
+    """A rank that others wait for: in operation ``number`` of a group, for ``seconds``, with ``waiting`` ranks.
+
+    ``instead``: the other operation in which it waits itself, "" if it has not entered this one.
+    """
 
     group: str
     operation: str
@@ -38,25 +41,28 @@ class LateRank:
     seconds: float
     waiting: tuple[int, ...]
     place: str
+    instead: str = ""
 
     def __str__(self) -> str:
         waiting = f"{len(self.waiting)} ranks wait" if len(self.waiting) > 1 else "1 rank waits"
         label = "" if self.label == f"rank {self.rank}" else f"{self.label}, "
         return (
-            f"{self.operation} #{self.number} of {self.group}: rank {self.rank} ({label}pid {self.pid}) has "
-            f"not entered, {waiting} for {self.seconds:.0f} s; it is {self.place}"
+            f"{self.operation} #{self.number} of {self.group}: rank {self.rank} ({label}pid {self.pid}) "
+            f"{f'is in {self.instead} instead' if self.instead else 'has not entered'}, "
+            f"{waiting} for {self.seconds:.0f} s; it is {self.place}"
         )
 
 
 @dataclass(frozen=True)
 class _Late:
-    """A process that has not entered the operation that ``first`` shows in another one."""
+    """A process that has not entered the operation that ``first`` shows in another one, or is in another operation."""
 
     process: RecordedProcess
     rank: int
     first: Activity
     seconds: float
     waiting: tuple[int, ...]
+    instead: str = ""
 
 
 def add_to(programs: Iterable[Program]) -> None:
@@ -199,7 +205,7 @@ def _late_rank(late: _Late, place: str) -> LateRank:
     first, process = late.first, late.process
     return LateRank(
         first.name, first.detail, first.reference, late.rank, process.pid, process.label, late.seconds, late.waiting,
-        place,
+        place, late.instead,
     )  # fmt: skip
 
 
@@ -238,14 +244,17 @@ def _of_group(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late
     entered = [activity for _, activity in members if activity.state == State.RUNNING]
     if not entered:
         return
-    first = min(entered, key=lambda each: (each.reference, each.since_ns))
-    waiting = [each for each in entered if each.reference == first.reference]
-    since_ns = min(each.since_ns for each in waiting)
-    ranks = tuple(sorted(each.rank for each in waiting))
+    number = min(each.reference for each in entered)
+    inside = sorted((each for each in entered if each.reference == number), key=lambda each: each.since_ns)
+    usual = Counter(each.detail for each in inside).most_common(1)[0][0]  # Gloo and NCCL compare no operations
+    waiting = [each for each in inside if each.detail == usual]
+    first, ranks = waiting[0], tuple(sorted(each.rank for each in waiting))
     for process, activity in members:
+        is_elsewhere = activity.state == State.RUNNING and activity.reference == number and activity.detail != usual
+        since_ns = max(activity.since_ns, first.since_ns) if is_elsewhere else inside[0].since_ns
         seconds = (process.read_ns - since_ns) / 1e9  # hosts are not read at the same time
-        if seconds >= MIN_WAIT_S and _is_late(activity, first.reference):
-            yield _Late(process, activity.rank, first, seconds, ranks)
+        if seconds >= MIN_WAIT_S and (is_elsewhere or _is_late(activity, number)):
+            yield _Late(process, activity.rank, first, seconds, ranks, activity.detail if is_elsewhere else "")
 
 
 def _behind_in_queue(members: list[tuple[RecordedProcess, Activity]]) -> Iterator[_Late]:

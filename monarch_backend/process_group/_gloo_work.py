@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch.distributed as dist
 
 from monarch_backend._telemetry.kinds import Status
 from monarch_backend.process_group import _c10d_internals
+from monarch_backend.process_group._errors import CollectiveTimeoutError
 from monarch_backend.process_group._gloo_links import LARGE_BYTES
 from monarch_backend.process_group._host_guard import HostGuard
 from monarch_backend.process_group._route_recording import RecordedCall
 
+_TIMED_OUT = re.compile("[Tt]imed out")
 _NO_TIMEOUT = timedelta(0)  # c10d's C++ default: this wait has no timeout of its own
 
 
@@ -34,13 +37,22 @@ class GlooWork(dist.Work):
         """Wait for the operation; raises its error."""
         try:
             self._wait(timeout)
-        except BaseException:
+        except BaseException as error:
+            late = self._late(error)  # before the end is recorded: others look for it
             if timeout == _NO_TIMEOUT:  # else the wait was limited, and another one may follow
                 self._end(Status.ERROR)
+            if late is not None:
+                raise late from error
             raise
         if self._call is not None:
             self._call.end(Status.OK)
         return True
+
+    def _late(self, error: BaseException) -> CollectiveTimeoutError | None:
+        """Return the error of a timeout with the late ranks, where Gloo's names an address at most."""
+        if self._call is None or type(error) is not RuntimeError or not _TIMED_OUT.search(str(error)):
+            return None
+        return CollectiveTimeoutError(f"timed out: {self._call.late_text()}. Gloo says: {error}")
 
     def _wait(self, timeout: timedelta) -> None:
         if self._guard is None:

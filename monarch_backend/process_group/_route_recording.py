@@ -22,6 +22,7 @@ from monarch_backend._telemetry import payloads, recorder
 from monarch_backend._telemetry.kinds import Kind, State, Status
 
 _RUNNING = int(State.RUNNING)
+_NUMBER = 3  # of a collective, in the arguments of `begin_activity`
 _IDENTITY_KEY = "recording identity"
 
 
@@ -31,10 +32,10 @@ class RecordedCall:
     ``status``: how it has ended, None while it is under way.
     """
 
-    __slots__ = ("_fields", "_recording", "status")
+    __slots__ = ("_fields", "_recording", "operation", "status")
 
-    def __init__(self, recording: RouteRecording, fields: tuple[int, ...]) -> None:
-        self._recording, self._fields = recording, fields
+    def __init__(self, recording: RouteRecording, operation: str, fields: tuple[int, ...]) -> None:
+        self._recording, self.operation, self._fields = recording, operation, fields
         self.status: Status | None = None
 
     def __enter__(self) -> RecordedCall:
@@ -60,6 +61,16 @@ class RecordedCall:
             ):  # else this thread has it, and the next end removes this one
                 self._recording.remove_ended()
                 self._recording.lock.release()
+
+    def late_text(self) -> str:
+        """Return "all_reduce #5 of group 0", and the ranks of this machine that have not entered it, with lines."""
+        from monarch_backend._telemetry import late_ranks  # only after a failure
+
+        recording, number = self._recording, self._fields[_NUMBER]
+        text = f"{self.operation} #{number} of {recording.name}"
+        for rank, place in late_ranks.behind(recording.identity, number):
+            text += f"; rank {rank} has not entered it, it is {place}"
+        return text
 
     def show(self) -> None:
         """Show the collective in the cell."""
@@ -104,7 +115,7 @@ class RouteRecording:
     """
 
     def __init__(self, name: str, rank: int, identity: int, route: str) -> None:
-        self._identity = identity
+        self.name, self.identity = name, identity
         self._route = payloads.route_named(route)
         self._is_only_enqueued = payloads.decode(self._route << 16).is_only_enqueued
         self._cell = recorder.take_cell(Kind.COLLECTIVE, name, rank, identity)
@@ -127,12 +138,12 @@ class RouteRecording:
         with self.lock:
             self._count += 1
             fields = (
-                self._cell, _RUNNING, detail, self._count, payload, size, self._identity, recorder.monotonic_ns()
+                self._cell, _RUNNING, detail, self._count, payload, size, self.identity, recorder.monotonic_ns()
             )  # fmt: skip
             if self._is_only_enqueued:
                 recorder.begin_activity(*fields)
                 return self._enqueued
-            call = RecordedCall(self, fields)
+            call = RecordedCall(self, operation, fields)
             if self._open:
                 self._open.append(call)
                 self.remove_ended()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from monarch_backend import CollectiveTimeoutError
 from monarch_backend._core import platform
 from monarch_backend._telemetry import late_ranks, program_recording, sql
 from monarch_backend._telemetry.kinds import Kind, State, Status
@@ -71,11 +73,16 @@ def test_collective_of_gloo_ends_with_its_wait_future_or_work() -> None:
 
 
 def _fails(rank: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group, store = dist.new_group(timeout=timedelta(seconds=1)), dist.group.WORLD.get_group_store()
+    if rank == 1:
+        store.wait(["failed"], timedelta(seconds=60))
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+        with pytest.raises(CollectiveTimeoutError) as caught:
             dist.all_reduce(torch.ones(2), group=group)
+        store.set("failed", "1")
         name = group._label
+        assert f"timed out: all_reduce #1 of group {name}; rank 1 has not entered it, it is at " in str(caught.value)
+        assert 'store.wait(["failed"]' in str(caught.value) and "Gloo says: " in str(caught.value)
         assert _rows("detail, status", f"name = 'group {name}' and status = 'error'") == [("all_reduce", "error")]
     dist.barrier()
 
@@ -108,6 +115,29 @@ def _is_late(rank: int) -> None:
 
 def test_late_rank_of_gloo_is_named_with_its_line() -> None:
     run_ranks(_is_late, 2, env=GLOO)
+
+
+def _is_mismatched(rank: int) -> None:
+    # The end of the ranks waits for the timeout. Until a thread waits for the works, the cells show them.
+    group, store = dist.new_group(timeout=timedelta(seconds=3)), dist.group.WORLD.get_group_store()
+    x = torch.ones(2)
+    if rank == 1:
+        store.wait(["entered"], timedelta(seconds=60))
+        work = dist.broadcast(x, 0, group, async_op=True)
+        store.wait(["found"], timedelta(seconds=60))
+    else:
+        work = dist.all_reduce(x, group=group, async_op=True)
+        store.set("entered", "1")
+        wait_until(_late_ranks)
+        [late] = _late_ranks()
+        store.set("found", "1")
+        assert (late.rank, late.operation, late.instead, late.waiting) == (1, "all_reduce", "broadcast", (0,))
+        assert re.search(r"rank 1 \(pid \d+\) is in broadcast instead, 1 rank waits for \d+ s; it is at ", str(late))
+    del work
+
+
+def test_rank_of_gloo_in_another_operation_is_named() -> None:
+    run_ranks(_is_mismatched, 2, env=GLOO)
 
 
 def _twice(_rank: int) -> None:
