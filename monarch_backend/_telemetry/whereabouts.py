@@ -45,6 +45,16 @@ def processes() -> dict[int, RecordedProcess]:
     }
 
 
+def of_starting(pid: int, timeout: float) -> str:
+    """Return "its process is starting, it is at ...", for one that has no identity yet. It takes ``timeout`` seconds.
+
+    Such a process imports the program or runs its ``bootstrap``.
+    """
+    found = (each for area in discovery.areas() for each in area.processes() if each.pid == pid and not each.identity)
+    process = next((each for each in found if each.state == SlotState.ALIVE), None)
+    return f"its process is starting, it is {place_of(process, timeout)}" if process else "its process has not started"
+
+
 def describe(process: RecordedProcess, call: Call, timeout: float) -> str:
     """Return what a process does about a call, and the line of its code. It takes ``timeout`` seconds at most."""
     text, running = _activity(process, call)

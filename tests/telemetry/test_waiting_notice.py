@@ -326,6 +326,42 @@ def test_wait_for_a_decorated_endpoint_or_a_constructor_names_its_line(
     assert _ranks_at(line, rf"train\.py:{_line(mark)} in {function} \(time\.sleep\(1000\)") == 3
 
 
+STARTING = """
+import time
+from monarch_backend.actor import Actor, endpoint, this_host
+
+
+def bootstrap():
+    time.sleep(1000)  # it imports something
+
+
+class Worker(Actor):
+    @endpoint
+    def step(self):
+        pass
+
+
+if __name__ == "__main__":
+    procs = this_host().spawn_procs({"gpus": 1}, name="trainers", bootstrap=bootstrap)
+    procs.spawn("worker", Worker).step.call_one().get()
+"""
+
+
+@pytest.mark.slow
+def test_wait_for_a_process_in_its_bootstrap_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "starting.py"
+    path.write_text(STARTING)
+    command, environment = [sys.executable, str(path)], {**os.environ, "MONARCH_WAIT_NOTICE": "10"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            line = next(each for each in process.stderr if "has waited" in each)
+        finally:
+            process.kill()
+    where = r"its process is starting, it is at .*starting\.py:7 in bootstrap \(time\.sleep\(1000\)"
+    assert re.search(rf"rank 0 \(gpus 0, pid \d+\): {where}", line) or re.search(where, line), line
+
+
 @pytest.mark.slow
 def test_wait_for_a_queued_message_names_what_is_before_it(tmp_path: Path) -> None:
     line = _line_of(tmp_path, "queued", "rank 0 of 3")

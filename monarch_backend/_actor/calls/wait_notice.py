@@ -230,16 +230,21 @@ class _Facts:
             return self._runtime.hosts.name_of(peer.token), peer.pid, self._elsewhere.get(rank, "")
         process = self._recorded.get(peer.identity)
         if process is None:
-            has_started = peer is me or not peer.expected or peer.link >= 0
-            return (
-                "",
-                self._runtime.pid if peer is me else peer.pid,
-                "" if has_started else "its process has not started",
-            )
+            if peer is me:
+                return "", self._runtime.pid, ""
+            has_started = not peer.expected or peer.link >= 0
+            return "", peer.pid, "" if has_started else self._of_starting(peer)
         from monarch_backend._telemetry import late_ranks, whereabouts
 
         place = whereabouts.describe(process, self._call(rank), max(0.05, self._end - time.monotonic()))
         return "", process.pid, place + late_ranks.collective_of(process, me.identity)
+
+    def _of_starting(self, peer: Peer) -> str:
+        from monarch_backend._telemetry import whereabouts
+
+        if not self._timeout or not peer.pid:
+            return "its process has not started"
+        return whereabouts.of_starting(peer.pid, max(0.05, self._end - time.monotonic()))
 
 
 def _at(extent: Extent, host: str, place: str, ranks: Sequence[tuple[int, int]]) -> str:
