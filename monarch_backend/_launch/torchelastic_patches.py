@@ -89,7 +89,8 @@ def _check_nodes(args: argparse.Namespace) -> None:
     if counts is None or int(counts[2] or counts[1]) < int(counts[1]):
         _refuse(f"--nnodes={args.nnodes!r} (PET_NNODES): give a number of nodes, such as 2, or a range, such as 1:4")
     try:
-        torchrun.determine_local_world_size(args.nproc_per_node)
+        if torchrun.determine_local_world_size(args.nproc_per_node) < 1:
+            raise ValueError("give a number of processes from 1 on, or gpu, cpu, auto")
     except ValueError as error:
         _refuse(f"--nproc-per-node={args.nproc_per_node!r} (PET_NPROC_PER_NODE): {error}")
     nodes = int(counts[2] or counts[1])

@@ -55,7 +55,10 @@ class Request:
             if not stacks.is_alive(self._pid):
                 raise RequestError("it has ended meanwhile")
             if state == ASKED and time.monotonic() - self._sent_at > ANSWER_TIMEOUT_S:
-                raise RequestError(f"it does not answer within {ANSWER_TIMEOUT_S:g} s: {stacks.state_of(self._pid)}")
+                state_of_it = stacks.state_of(self._pid)
+                raise RequestError(
+                    f"it does not answer within {ANSWER_TIMEOUT_S:g} s: {state_of_it}, or C code keeps the GIL"
+                )
             return None
         with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(BODY_AT)

@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._telemetry.labels import in_words, is_wanted
+from monarch_backend._telemetry.labels import fold_labels, in_words, is_wanted
 from monarch_backend.cli.arguments import add_ranks, fail
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ def _targets_in_job(name: str, chosen: list[Program], ranks: list[str] | None) -
 def _one(running: list[tuple[Program, Process]], ranks: list[str]) -> tuple[Program, Process]:
     found = [(program, each) for program, each in running if is_wanted(each.label, each.pid, ranks)]
     if not found:
-        raise LookupError(f"no running process is {in_words(ranks)}; there are {[each.label for _, each in running]}")
+        labels = fold_labels(each.label for _, each in running)
+        raise LookupError(f"no running process is {in_words(ranks)}; there are: {labels}")
     if len(found) > 1:
         there = [f"{each.label} (pid {each.pid}){f' on {where.host}' * bool(where.host)}" for where, each in found]
         raise LookupError(f"{in_words(ranks)} stands for {there}: name one process, also its mesh if there are several")

@@ -93,7 +93,7 @@ def _show_ended(args: argparse.Namespace, why: object) -> int:
     program = found[-1]
     lines = program_output.read_ended(program, _filter(args))
     if args.ranks and not any(is_wanted(label, 0, args.ranks) for label in lines.labels):
-        return fail("logs", f"no process is {in_words(args.ranks)}; there are {lines.labels}")
+        return fail("logs", f"no process is {in_words(args.ranks)}; there are: {fold_labels(lines.labels)}")
     print(f"program {program} has ended; its output is in {program.file}", file=sys.stderr)
     for line in lines.lines:
         _print(line, Program(program.pid, program.command, []), several=False, as_json=args.json)
@@ -136,7 +136,7 @@ def _show(args: argparse.Namespace, there: Subject, chosen: list[Program]) -> in
         labels = list(dict.fromkeys(label for lines in found if lines is not None for label in lines.labels))
         known = [*((label, 0) for label in labels), *((p.label, p.pid) for each in chosen for p in each.processes)]
         if not any(is_wanted(label, pid, args.ranks) for label, pid in known):
-            return fail("logs", f"no process is {in_words(args.ranks)}; there are {labels}")
+            return fail("logs", f"no process is {in_words(args.ranks)}; there are: {fold_labels(labels)}")
     several = len(chosen) > 1
     first = [(program, line) for program, lines in zip(chosen, found, strict=True) if lines for line in lines.lines]
     if several and not args.follow and there.is_of_hosts:

@@ -128,7 +128,7 @@ def test_process_of_another_user_gets_no_signal(
         (["nothing-runs-like-this"], "no running program is 'nothing-runs-like-this'"),
         (
             ["{pid}", "--rank", "gpus 7"],
-            "no running process is 'gpus 7'; there are ['program busy_program.py', 'gpus 0",
+            "no running process is 'gpus 7'; there are: program busy_program.py; gpus 0",
         ),
         (["{rank}"], "{rank} is a process of program {pid} "),
     ],

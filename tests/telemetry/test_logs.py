@@ -227,7 +227,7 @@ def test_unknown_process_is_an_error_with_the_known_ones(
     running: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["logs", str(running.pid), "--rank", "gpus 7"]) == 1
-    assert "no process is 'gpus 7'; there are ['program busy_program.py', 'gpus 0" in capsys.readouterr().err
+    assert "no process is 'gpus 7'; there are: program busy_program.py; gpus 0" in capsys.readouterr().err
 
 
 def test_wrong_expression_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
