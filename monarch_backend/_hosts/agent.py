@@ -53,7 +53,6 @@ from monarch_backend._hosts.remote_places import Answers
 from monarch_backend._processes import local_sockets, system_calls
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import RANKS_HERE, Event, ProcessSpec, Spawner
-from monarch_backend._telemetry import last_messages
 from monarch_backend._transport.local.event_loop import ProgressLoop, release
 from monarch_backend._transport.local.frames import Agent as AgentFrame
 from monarch_backend._transport.local.frames import Frame, FrameError, Replaced, Setting
@@ -525,6 +524,8 @@ class AgentProcess:
         self._numbers.pop(number, None)
         self._pids.pop(number, None)
         if isinstance(event, Exited) and event.returncode != 0 and number not in self._stopped:
+            from monarch_backend._telemetry import last_messages  # its imports are preloaded here, not in the daemon
+
             event = msgspec.structs.replace(event, messages=last_messages.of_started(event.pid))
         self._stopped.discard(number)
         self._tell(msgspec.structs.replace(event, id=number))

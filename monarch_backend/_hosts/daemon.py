@@ -55,6 +55,7 @@ PRELOAD = (
     "monarch_backend._actor.worker_main",
     "monarch_backend._actor.process_groups",
     "monarch_backend._hosts.agent",
+    "monarch_backend._telemetry.last_messages",
     "monarch_backend.process_group",
 )
 

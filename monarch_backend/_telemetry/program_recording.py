@@ -125,6 +125,7 @@ class AskedHost:
 
     @property
     def has_answered(self) -> bool:
+        """Whether the answer has what the host has recorded."""
         return not self.reason
 
     def __str__(self) -> str:

@@ -137,7 +137,7 @@ def query(sql: str, program: str | int | None = None, *, engine: str = "sqlite")
     >>> procs = this_proc()
     >>> with span("load", shard=3):
     ...     pass
-    >>> [row["attributes"] for row in query("select attributes from spans where name = 'load'")]
+    >>> [row["fields_json"] for row in query("select fields_json from spans where name = 'load'")]
     ['{"shard":3}']
     """
     name = program_recording.of_this_process() if program is None else str(program)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from monarch_backend._core import platform
-from monarch_backend._telemetry import folded_stacks, lock_owners, process_stacks, whereabouts
+from monarch_backend._telemetry import discovery, folded_stacks, lock_owners, process_stacks, whereabouts
 from monarch_backend._telemetry.stacks import Stacks
 from tests.support.running_script import running_script
 from tests.support.waiting import wait_until
@@ -144,7 +144,8 @@ def test_thread_that_takes_a_lock_twice_is_its_own_owner(tmp_path: Path) -> None
     with _waiting(path, code) as (source, found):
         text = f"the lock one.lock, which this thread has taken at {path}:{_line(source, '# takes it')}"
         assert found.threads[-1].lock == text
-        process = next(each for each in whereabouts.processes().values() if each.pid == found.pid)
+        recorded = (each for area in discovery.areas() for each in area.processes())
+        process = next(each for each in recorded if each.pid == found.pid)
         assert whereabouts.place_of(process, 10).endswith(f"in <module> (with one.lock:), and waits for {text}")
 
 

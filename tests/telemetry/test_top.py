@@ -127,8 +127,8 @@ def test_table_is_the_tree_of_ps_with_rates(running: subprocess.Popen[str], caps
     own, _, _, _, process, worker, concurrent = lines
     assert own.startswith(f"{select(str(running.pid))[0].command} ")
     assert re.fullmatch(r"  gpus 1 of trainers +\d+  running +\d+\.\d +\d+ MiB +0 +0", process)
-    assert re.fullmatch(r"    worker rank 1 +running +sleep +\d.* m?s +22", worker)
-    assert re.fullmatch(r"    concurrent rank 1 +running +wait +\d.* m?s +1", concurrent)
+    assert re.fullmatch(r"    worker rank 1 +running +sleep +\d.* m?s +21", worker)
+    assert re.fullmatch(r"    concurrent rank 1 +running +wait +\d.* m?s +0", concurrent)
 
 
 def test_rows_have_the_facts_of_ps() -> None:
