@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monarch_backend._core import torch_version
+from monarch_backend._telemetry.kinds import Status
 from monarch_backend.process_group import _c10d_internals, _cpu_arguments, _cpu_validation, _overlap, _tensor_lists
 from monarch_backend.process_group._argument_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
@@ -158,11 +159,15 @@ class Collectives(dist.ProcessGroup):
         finish: Callable[[], object] | None = None,
     ) -> Any:
         """Return the work for the caller, whose tensors are ``given``; see `_cpu_validation.with_outputs`."""
-        if on_cpu:
-            if given:
+        try:
+            if on_cpu and given:
                 work = _cpu_validation.with_outputs(work, given, finish)
-            if self._hooks:
+            if on_cpu and self._hooks:
                 self._hooks.follow(work, op_type)
+        except BaseException:
+            if call is not None:
+                call.end(Status.ERROR)
+            raise
         guard = self._guard if on_cpu and self._shm is None else None
         is_under_way = call is not None and call.status is None
         return GlooWork(work, guard, call) if is_under_way or guard is not None else work

@@ -15,6 +15,7 @@ from monarch_backend.process_group._gloo_links import LARGE_BYTES
 from monarch_backend.process_group._host_guard import HostGuard
 from monarch_backend.process_group._route_recording import RecordedCall
 
+_WORTH_A_LOOK = timedelta(seconds=1)
 _TIMED_OUT = re.compile("[Tt]imed out")
 _NO_TIMEOUT = timedelta(0)  # c10d's C++ default: this wait has no timeout of its own
 
@@ -32,13 +33,14 @@ class GlooWork(dist.Work):
     ) -> None:
         super().__init__()
         self._work, self._guard, self._call, self._message_bytes = work, guard, call, message_bytes
+        self._late_text: str | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the operation; raises its error."""
         try:
             self._wait(timeout)
         except BaseException as error:
-            late = self._late(error)  # before the end is recorded: others look for it
+            late = self._late(error, timeout)  # before the end is recorded: others look for it
             if timeout == _NO_TIMEOUT:  # else the wait was limited, and another one may follow
                 self._end(Status.ERROR)
             if late is not None:
@@ -48,11 +50,17 @@ class GlooWork(dist.Work):
             self._call.end(Status.OK)
         return True
 
-    def _late(self, error: BaseException) -> CollectiveTimeoutError | None:
-        """Return the error of a timeout with the late ranks, where Gloo's names an address at most."""
+    def _late(self, error: BaseException, timeout: timedelta) -> CollectiveTimeoutError | None:
+        """Return the error of a timeout with the late ranks, where Gloo's names an address at most.
+
+        The ranks are looked for once, and not for short timeouts: some programs poll with them.
+        """
         if self._call is None or type(error) is not RuntimeError or not _TIMED_OUT.search(str(error)):
             return None
-        return CollectiveTimeoutError(f"timed out: {self._call.late_text()}. Gloo says: {error}")
+        if self._late_text is None and (timeout == _NO_TIMEOUT or timeout >= _WORTH_A_LOOK):
+            self._late_text = self._call.late_text()
+        text = self._call.operation if self._late_text is None else self._late_text
+        return CollectiveTimeoutError(f"timed out: {text}. Gloo says: {error}")
 
     def _wait(self, timeout: timedelta) -> None:
         if self._guard is None:
@@ -75,8 +83,9 @@ class GlooWork(dist.Work):
 
     def __del__(self) -> None:
         """Record the end of a collective for whose work no thread waits."""
-        if self._call is not None:
-            self._call.drop()
+        if self._call is not None and self._call.status is None:
+            has_failed = self._work.is_completed() and not self._work.is_success()
+            self._call.end(Status.ERROR if has_failed else Status.OK, blocking=False)
 
     def is_completed(self) -> bool:
         """True once the operation has ended, with an error or without."""

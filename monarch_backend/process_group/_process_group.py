@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
-from monarch_backend._core import env, torch_version
+from monarch_backend._core import debug_log, env, torch_version
 from monarch_backend._telemetry import recorder
 from monarch_backend.process_group import (
     _backend_selection,
@@ -283,7 +283,11 @@ class MonarchProcessGroup(Collectives):
         if not recorder.is_recording():
             return
         name = f"group {self._label}" if device == "cpu" else f"group {self._label} on {device}"
-        identity = _route_recording.agree_on_identity(PrefixStore(device, self._store))
+        try:
+            identity = _route_recording.agree_on_identity(PrefixStore(device, self._store))
+        except RuntimeError as error:  # a store of the user without this method
+            debug_log.write(f"group {self._label}: collectives on {device} are not recorded: {error}")
+            return
         self._recordings[id(inner)] = _route_recording.RouteRecording(name, self.rank(), identity, route.backend)
 
     def _lose_hosts(self, cause: tuple[str, int, str]) -> None:
@@ -476,6 +480,9 @@ class MonarchProcessGroup(Collectives):
             self._shm.close()
         if self._rdma_p2p is not None:
             self._rdma_p2p.close()
+        for recording in self._recordings.values():
+            recording.close()
+        self._recordings = {}
         inners = list({id(i): i for i in self._inner.values()}.values())
         self._inner.clear()
         for inner in inners:

@@ -23,6 +23,9 @@ from monarch_backend._telemetry.kinds import Kind, State, Status
 
 _RUNNING = int(State.RUNNING)
 _NUMBER = 3  # of a collective, in the arguments of `begin_activity`
+MAX_OPEN = 1024
+"""Collectives of a route that are recorded as under way. The oldest one counts as ended when there are more."""
+
 _IDENTITY_KEY = "recording identity"
 
 
@@ -45,22 +48,14 @@ class RecordedCall:
         if kind is not None:
             self.end(Status.ERROR)
 
-    def end(self, status: Status) -> None:
-        """Record the end. No effect after the first one."""
+    def end(self, status: Status, *, blocking: bool = True) -> None:
+        """Record the end. No effect after the first one.
+
+        Without ``blocking``, the record may follow with the next collective: garbage collection must not wait.
+        """
         if self.status is None:
             self.status = status
-            with self._recording.lock:
-                self._recording.remove_ended()
-
-    def drop(self) -> None:
-        """Record the end of a collective whose work was dropped. Never blocks, as garbage collection calls it."""
-        if self.status is None:
-            self.status = Status.OK
-            if self._recording.lock.acquire(
-                blocking=False
-            ):  # else this thread has it, and the next end removes this one
-                self._recording.remove_ended()
-                self._recording.lock.release()
+            self._recording.advance(blocking=blocking)
 
     def late_text(self) -> str:
         """Return "all_reduce #5 of group 0", and the ranks of this machine that have not entered it, with lines."""
@@ -110,8 +105,7 @@ class EnqueuedCall:
 class RouteRecording:
     """The collectives of one route of a group, in a cell that shows the oldest one under way.
 
-    Ends are recorded in the order of the calls. ``identity`` is that of `agree_on_identity`. ``lock`` protects
-    `remove_ended`.
+    Ends are recorded in the order of the calls. ``identity`` is that of `agree_on_identity`.
     """
 
     def __init__(self, name: str, rank: int, identity: int, route: str) -> None:
@@ -121,9 +115,11 @@ class RouteRecording:
         self._cell = recorder.take_cell(Kind.COLLECTIVE, name, rank, identity)
         release = weakref.finalize(self, recorder.release_cell, self._cell)
         release.atexit = False
-        self.lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call a collective, too
+        self._is_advancing = False
         self._count = 0
         self._open: collections.deque[RecordedCall] = collections.deque()
+        self._shown: RecordedCall | None = None
         self._payloads: dict[torch.dtype | None, int] = {}
         self._enqueued = EnqueuedCall(self._cell)
 
@@ -135,7 +131,7 @@ class RouteRecording:
             name = "" if dtype is None else str(dtype).removeprefix("torch.")
             payload = self._payloads[dtype] = payloads.encode(name, self._route)
         detail = recorder.name_number(operation)
-        with self.lock:
+        with self._lock:
             self._count += 1
             fields = (
                 self._cell, _RUNNING, detail, self._count, payload, size, self.identity, recorder.monotonic_ns()
@@ -144,25 +140,54 @@ class RouteRecording:
                 recorder.begin_activity(*fields)
                 return self._enqueued
             call = RecordedCall(self, operation, fields)
-            if self._open:
-                self._open.append(call)
-                self.remove_ended()
-            else:
-                self._open.append(call)
-                call.show()
+            self._open.append(call)
+            if len(self._open) > MAX_OPEN:
+                self._open[0].status = Status.OK
+            self.advance()
         return call
 
-    def remove_ended(self) -> None:
-        """Record the ends of the oldest collectives that have ended, and show the next one."""
-        calls = self._open
-        while calls and (status := calls[0].status) is not None:
-            recorder.end_activity(self._cell, status)
-            calls.popleft()
-            if calls:
-                calls[0].show()
+    def advance(self, *, blocking: bool = True) -> None:
+        """Record the ends of the oldest collectives that have ended, and show the next one.
+
+        No effect within another call of it: that one goes on with what has changed.
+        """
+        if not self._lock.acquire(blocking):
+            return
+        try:
+            if not self._is_advancing:
+                self._is_advancing = True
+                try:
+                    self._advance()
+                finally:
+                    self._is_advancing = False
+        finally:
+            self._lock.release()
+
+    def _advance(self) -> None:
+        while self._open:
+            first = self._open[0]
+            if self._shown is not first:
+                first.show()
+                self._shown = first
+            if first.status is None:
+                return
+            recorder.end_activity(self._cell, first.status)
+            self._open.popleft()
+
+    def close(self) -> None:
+        """End what is under way as aborted, and free the cell."""
+        with self._lock:
+            for call in self._open:
+                call.status = call.status or Status.ABORTED
+            self.advance()
+            recorder.release_cell(self._cell)
+            self._cell = 0
 
 
 def agree_on_identity(store: Store) -> int:
-    """Return a number for the group of this store, the same on all of its ranks. Waits for none of them."""
+    """Return a number for the group of this store, the same on all of its ranks. Waits for none of them.
+
+    Raises what the store does, for one that lacks ``compare_set``.
+    """
     drawn = str(secrets.randbits(63))
     return int(store.compare_set(_IDENTITY_KEY, "", drawn))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
 from datetime import timedelta
 
 import pytest
@@ -182,8 +183,10 @@ def _is_dropped(_rank: int) -> None:
     recording = RouteRecording(name, 0, 78, "gloo")
     first = recording.enter("barrier", ())
     assert isinstance(first, RecordedCall)
-    with recording.lock:  # as when garbage is collected in a method of the recording
-        first.drop()
+    with recording._lock:  # another thread records
+        thread = threading.Thread(target=lambda: first.end(Status.OK, blocking=False))
+        thread.start()
+        thread.join()
     assert _cell(name).count == 0
     second = recording.enter("barrier", ())
     assert isinstance(second, RecordedCall) and _cell(name).count == 1
@@ -201,3 +204,61 @@ def test_all_members_of_a_store_agree_on_an_identity() -> None:
     drawn = {_route_recording.agree_on_identity(store) for _ in range(3)}
     assert len(drawn) == 1 and drawn != {0}
     assert _route_recording.agree_on_identity(dist.HashStore()) not in drawn
+
+
+def _is_closed(_rank: int) -> None:
+    recording = RouteRecording("group 0 of gloo", 0, 78, "gloo")
+    call = recording.enter("barrier", ())
+    assert isinstance(call, RecordedCall)
+    recording.close()
+    assert call.status == Status.ABORTED and "group 0 of gloo" not in {each.name for each in _activities()}
+    assert _rows("detail, status", "name = 'group 0 of gloo'") == [("barrier", "aborted")]
+    call.end(Status.OK)
+
+
+def test_closed_group_leaves_no_collective_under_way() -> None:
+    run_ranks(_is_closed, 1)
+
+
+def _is_many(_rank: int) -> None:
+    name = "group 0 of gloo"
+    recording = RouteRecording(name, 0, 78, "gloo")
+    calls = [recording.enter("barrier", ()) for _ in range(_route_recording.MAX_OPEN + 3)]
+    assert _cell(name).count == 3 and len(calls) > _route_recording.MAX_OPEN
+
+
+def test_works_that_are_kept_without_a_wait_are_bounded() -> None:
+    run_ranks(_is_many, 1)
+
+
+class _Plain(dist.Store):
+    """A store without `compare_set`, as torch elastic's EtcdStore."""
+
+
+def test_store_without_compare_set_is_refused() -> None:
+    with pytest.raises(RuntimeError):  # the group goes on without a recording
+        _route_recording.agree_on_identity(_Plain())
+
+
+def _is_nested(_rank: int) -> None:
+    name = "group 0 of gloo"
+    recording = RouteRecording(name, 0, 78, "gloo")
+    inner: list[RecordedCall] = []
+
+    def handler(*_: object) -> None:  # as a signal handler that calls a collective
+        call = recording.enter("all_reduce", ())
+        assert isinstance(call, RecordedCall)
+        call.end(Status.OK)
+        inner.append(call)
+
+    show = RecordedCall.show
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordedCall, "show", lambda call: (show(call), inner or handler()))
+        outer = recording.enter("barrier", ())
+    assert isinstance(outer, RecordedCall) and (_cell(name).detail, _cell(name).count) == ("barrier", 0)
+    outer.end(Status.OK)
+    assert _cell(name).count == 2 and len(inner) == 1
+
+
+def test_collective_of_a_signal_handler_does_not_block() -> None:
+    run_ranks(_is_nested, 1)
