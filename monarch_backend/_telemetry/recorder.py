@@ -50,7 +50,8 @@ _area: RecordingArea | None = None
 _names: dict[str, int] = {}
 _identity = 0
 _can_record = True
-_may_begin = True
+_may_begin = True  # a span may start the recording
+_is_begun_alone = False  # a span has started it, and the program has started no process
 _slot: tuple[int, int, int, str] | None = None  # in the starter's area: its pid and descriptor, the index, the label
 
 
@@ -59,7 +60,8 @@ def area(label: str = "") -> RecordingArea | None:
 
     The first call makes it. It also starts the recording of this process as ``label``, unless its starter records it.
     """
-    global _area, _can_record
+    global _area, _can_record, _may_begin, _is_begun_alone
+    _may_begin = _is_begun_alone = False  # before the lock: a signal handler may have a span
     with _lock:
         if _area is None and _can_record and recording_area.is_wanted():
             own = f"program {os.path.basename(sys.argv[0])}" if sys.argv else "program"
@@ -90,11 +92,11 @@ def recording_area_of_this_process() -> int | None:
 
 def begin() -> bool:
     """Return whether this process records. The first span or metric of a program starts its recording."""
-    global _may_begin
+    global _is_begun_alone
     if _may_begin and not is_recording():
-        _may_begin = False
         rank = os.environ.get("RANK", "")  # of torchrun, before there is a process group
         area(f"rank {rank}" if rank else "")
+        _is_begun_alone = not rank
     return is_recording()
 
 
@@ -102,6 +104,8 @@ def start_rank(rank: str) -> None:
     """Start the recording of a rank of torchrun in an area of its own, unless its starter records it."""
     if not is_recording():
         area(f"rank {rank}")
+    elif _is_begun_alone and _area is not None:  # its first span did not know that it is a rank
+        recording_area.describe(os.getpid(), _area.descriptor, 0, f"rank {rank}", 0)
 
 
 starts = 0
@@ -206,8 +210,8 @@ def process_group(name: str, ranks: Sequence[int]) -> None:
 
 
 def _in_forked_child() -> None:
-    global _area, _lock, _slot, _group_bytes, _may_begin, starts
-    _may_begin = True
+    global _area, _lock, _slot, _group_bytes, _may_begin, _is_begun_alone, starts
+    _may_begin = _is_begun_alone = False  # such as a worker of a DataLoader: it is no program of its own
     _slot = None
     starts += 1
     _group_bytes = 0

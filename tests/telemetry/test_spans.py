@@ -353,3 +353,37 @@ print(query("select label from processes").rows, query("select process, name fro
         check=True,
     )
     assert done.stdout.strip() == "[('rank 3',)] [('rank 3', 'load')]"
+
+
+def test_rank_without_a_variable_is_recorded_as_a_rank(tmp_path: Path) -> None:
+    code = """
+import sys
+import torch.distributed as dist
+from monarch_backend.telemetry import query, span
+with span("load"):
+    pass
+dist.init_process_group("monarch", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+print(query("select label from processes").rows)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, "-c", code, str(tmp_path / "store")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[('rank 0',)]"
+
+
+def test_forked_worker_does_not_begin_a_recording_of_its_own() -> None:
+    code = """
+import os
+from monarch_backend._telemetry import recorder
+from monarch_backend.telemetry import span
+with span("load"):
+    pass
+pid = os.fork()
+if pid == 0:
+    with span("in a worker"):
+        pass
+    os._exit(recorder.is_recording())
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0\n"
