@@ -23,6 +23,9 @@ MAX_ASKED = 200
 MAX_SOURCE_BYTES = 1 << 20
 """Size of a file that is parsed."""
 
+UNNAMED_FUNCTIONS = ("<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
+"""Functions in expressions. They may run later than the lines around them, and in another thread."""
+
 
 class Expression(NamedTuple):
     """An expression such as "self.lock" in a frame. ``taken_at`` is the line of its ``with``, 0 for a wait."""
@@ -69,8 +72,9 @@ def with_locks(found: Stacks, asked: Sequence[Expression], locks: Sequence[Lock 
         text = f"the lock {expression.text}"
         if holders or lock.owner:
             owner = holders[0].thread.ident if holders else lock.owner
-            who = "this thread" if owner == thread.ident else names.get(owner, "a thread that Python has not started")
-            text += f", which {who} has"
+            unknown = "a thread that Python has not started"
+            owner_name = "this thread" if owner == thread.ident else names.get(owner, unknown)
+            text += f", which {owner_name} has"
         if holders:
             text += f" taken at {holders[0].frame.file}:{holders[0].taken_at}"
         text_of[thread.ident] = text
@@ -98,7 +102,7 @@ def _has(thread: Thread) -> Iterator[Expression]:
     if _has_released(thread):
         return
     for frame in reversed(thread.frames):
-        if frame.is_user:
+        if frame.is_user and not frame.function.endswith(UNNAMED_FUNCTIONS):
             for text, line in _enclosing(frame.file, frame.line):
                 yield Expression(thread, frame, text, line)
 

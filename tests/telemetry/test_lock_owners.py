@@ -83,6 +83,15 @@ ACQUIRED = "holder.lock.acquire()\n    taken.set()\n    threading.Event().wait()
 IN_BLOCK = "with holder.lock:  # takes it\n        taken.set()\n        threading.Event().wait()"
 LEFT = "with holder.lock:\n        pass\n    holder.lock.acquire()\n    taken.set()\n    threading.Event().wait()"
 
+LAMBDA = """begun = threading.Event()
+    with holder.lock:
+        work = lambda: [begun.set(), threading.Event().wait()]
+    threading.Thread(target=work, name="worker", daemon=True).start()
+    begun.wait()
+    holder.lock.acquire()
+    taken.set()
+    threading.Event().wait()"""
+
 
 @contextlib.contextmanager
 def _waiting(path: Path, code: str, count: int = 1) -> Iterator[tuple[str, Stacks]]:
@@ -127,6 +136,7 @@ def test_threads_that_take_two_locks_in_both_orders_name_each_other(kind: str, t
         ("threading.Lock()", ACQUIRED, "with holder.lock:\n    pass", ""),
         ("threading.Lock()", RELEASED, TWICE, ", which this thread has taken at {path}:{line}"),
         ("threading.Lock()", LEFT, "with holder.lock:\n    pass", ""),
+        ("threading.Lock()", LAMBDA, "with holder.lock:\n    pass", ""),
     ],
 )
 def test_owner_of_a_lock_is_named_where_it_is_known(
