@@ -70,11 +70,20 @@ def test_credit_that_arrives_as_a_sender_starts_to_wait() -> None:
 def test_sender_is_woken_once_there_is_credit() -> None:
     router, peer = _router_with(_forever)
     peer.credit = -5  # after a large message
-    waiter = router.flow._waiter_of(peer)
+    waiter = router.flow._waiter_of(peer, Kind.CALL, 0)
     router.flow.refill(peer, 5)
     assert not waiter.ready
     router.flow.refill(peer, 1)
     assert waiter.ready
+
+
+@pytest.mark.parametrize(("kind", "target"), [(Kind.PORT, 7), (Kind.CALL, 8)])
+def test_waiter_of_several_receivers_has_no_target(kind: Kind, target: int) -> None:
+    router, peer = _router_with(_forever)
+    waiter = router.flow._waiter_of(peer, Kind.CALL, 7)
+    assert router.flow._waiter_of(peer, Kind.CALL, 7) is waiter and (waiter.kind, waiter.target) == (Kind.CALL, 7)
+    assert router.flow._waiter_of(peer, kind, target) is waiter and (waiter.kind, waiter.target) == (0, 0)
+    assert router.flow._waiter_of(peer, Kind.CALL, 7) is waiter and (waiter.kind, waiter.target) == (0, 0)
 
 
 def test_a_death_while_a_sender_begins_to_wait() -> None:

@@ -20,6 +20,7 @@ from monarch_backend._core.extension_points import extension
 from monarch_backend._core.limits import start_thread, within
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.rank_text import ranks_in_words
+from monarch_backend._transport.local.frames import Kind
 from monarch_backend._transport.local.peer import CreditWaiter
 from monarch_backend._transport.tokens import host_of
 
@@ -108,8 +109,11 @@ class FullQueue:
 
     @classmethod
     def of(cls, runtime: Runtime, what: Any) -> FullQueue | None:
-        """Return the queue whose room is waited for. None for another wait, and for a queue that is no actor's."""
-        if not isinstance(what, CreditWaiter) or what.receiver is None:
+        """Return the queue whose room is waited for. None for another wait, and where the actor is unknown.
+
+        Ports have numbers of their own, which can equal an actor's. So only calls have a queue here.
+        """
+        if not isinstance(what, CreditWaiter) or what.receiver is None or what.kind != Kind.CALL:
             return None
         core = runtime.actors.get(what.target)
         if core is None:

@@ -59,7 +59,7 @@ class FlowControl:
             report = self.report(why, "the receiver is busy, or does not read its messages")
         try:
             while True:
-                waiter = self._waiter_of(peer, target)  # first: a change after the checks below wakes this waiter
+                waiter = self._waiter_of(peer, kind, target)  # first: a change after the checks below wakes this waiter
                 if peer.gone is not None:
                     raise PeerGoneError.of(peer)
                 if peer.credit > 0:
@@ -81,13 +81,18 @@ class FlowControl:
         """Whether another thread has taken the credit meanwhile. Call under the lock."""
         return any(peer.credit <= 0 and peer.gone is None for peer, _ in to)
 
-    def _waiter_of(self, peer: Peer, target: int = 0) -> CreditWaiter:
-        """Return the one object on which all threads wait for this peer: of several, only the last would be woken."""
+    def _waiter_of(self, peer: Peer, kind: int, target: int) -> CreditWaiter:
+        """Return the one object on which all threads wait for this peer: of several, only the last would be woken.
+
+        It loses its kind and target if they differ between the threads.
+        """
         new = CreditWaiter()
-        new.receiver, new.target = peer, target
+        new.receiver, new.kind, new.target = peer, kind, target
         with self._router.lock:
             # No call in between: a signal handler may send to this peer, too.
             credit_waiter = peer.credit_waiter = peer.credit_waiter or new
+        if (credit_waiter.kind, credit_waiter.target) != (kind, target):
+            credit_waiter.kind = credit_waiter.target = 0
         return credit_waiter
 
     def report(self, why: str, guess: str) -> Any:

@@ -43,7 +43,8 @@ class CreditWaiter:
     ready: bool = False
     wait_lock: threading.Lock | None = None
     receiver: Peer | None = None  # returns the credit; None in a wait for something else
-    target: int = 0  # the actor or port at the receiver that gets the message
+    kind: int = 0  # Kind of the messages that wait, 0 if they differ in kind or target
+    target: int = 0  # the actor or port at the receiver that gets the messages
 
 
 @dataclass(slots=True, eq=False, repr=False)
