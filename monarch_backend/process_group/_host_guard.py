@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -27,8 +26,6 @@ from monarch_backend.process_group._own_address import host_of
 from monarch_backend.process_group._shm.shm_backend import explained
 
 _LATE_S = 0.5  # by which the thread of the watch may be late
-
-_NO_TIMEOUT = timedelta(0)  # c10d's C++ default: this wait has no timeout of its own
 
 _watch = host_watch.HostWatch()
 fork.register(fork.Step.GROUP_WATCH, after_in_child=_watch.forget)
