@@ -325,9 +325,7 @@ class Inspection:
         return answer if isinstance(answer, str) else _raise(answer)
 
     def waiting(self) -> tuple[list[tuple[str, WaitingProcess]], list[Unread]]:
-        """Return the processes that wait at a breakpoint, each with its host, "" for this machine; and what was not
-        read.
-        """
+        """Return the processes that wait at a breakpoint, and what was not read. A process has its host, "" here."""
         answers, unread = self._of_hosts(lambda each: [(each.name, one) for one in _get(each.looks.waiting.call_one())])
         pids = {process.pid for program in self._programs_here() for process in program.processes}
         here = [("", each) for each in client.waiting_processes() if each.pid in pids]

@@ -65,7 +65,7 @@ class RecordedMesh:
 
     @property
     def region_json(self) -> str | None:
-        """Selected ranks of the processes: a slice with names of its dimensions, as JSON. None if it is no slice."""
+        """Selected ranks of the processes, as JSON: a slice with names of its dimensions. None if they form none."""
         sizes, view = self._sizes, (self.about or {}).get("view", _WHOLE)
         if not sizes or view is None:
             return None

@@ -188,8 +188,8 @@ fork.register(fork.Step.RECORDING, after_in_child=_in_forked_child)
 def step(name: str = "step") -> StepBlock:
     """Mark the end of a training step: call it once at the end of each iteration, on each rank.
 
-    ``with step():`` around the iteration is the other form. The time between two blocks is no part of a step, and a
-    block that raises is no step. Steps of one ``name`` have one of both forms.
+    ``with step():`` around the iteration is the other form. The time between two blocks does not belong to a
+    step. A block that raises does not count as a step. Steps of one ``name`` have one of both forms.
 
     ``name`` tells apart the steps of several loops. Ranks whose steps take longer than the median of their mesh are
     named once in the log, and in `monarch-backend ps` and `sql`. The time that a rank waits in collectives does not

@@ -76,7 +76,7 @@ def _of_program(
 
 
 def _starting(program: Program, depth: int) -> Iterator[Row]:
-    """Yield a row for each process that is being started, of which nothing is measured yet."""
+    """Yield a row for each process that is being started. Nothing of it is measured yet."""
     for number, each in enumerate(program.starting):
         pid = "" if each["pid"] is None else str(each["pid"])
         cells = _cells(each["label"], depth, PID=pid, STATE=each["state"], FOR=ps.duration(each["seconds"]))

@@ -369,7 +369,7 @@ class ActorRunner:
                 self._die_aborted()
             return False
         self.instance = instance
-        begin_activity(self.recording_cell, _IDLE, 0, 0, 0, 0, 0)  # it is no message, so the cell does not count it
+        begin_activity(self.recording_cell, _IDLE, 0, 0, 0, 0, 0)  # the cell counts only messages
         recorder.event(kinds.Kind.MESSAGE, self.name, "__init__", start_ns=start)
         code.what = "its running message"
         self.program.router.tell(self.owner, Constructed(self.actor, self.rank, self.generation))
