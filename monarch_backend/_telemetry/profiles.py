@@ -139,7 +139,10 @@ def _offset(events: list[dict[str, Any]], marks: list[tuple[int, int]]) -> tuple
         name = str(event.get("name"))
         if not name.startswith(MARK) or event.get("ph") != "X":
             continue
-        number = int(name.removeprefix(MARK))
+        text = name.removeprefix(MARK).strip()
+        if not text.isdecimal():  # a range of the program with a similar name
+            continue
+        number = int(text)
         if number < len(marks):
             before, after = marks[number]
             start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)

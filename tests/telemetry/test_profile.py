@@ -389,3 +389,9 @@ def test_flame_graphs_have_the_endpoint(tmp_path: Path, capsys: pytest.CaptureFi
         assert code == 0 and "multiply (" in path.read_text()
         assert cli.main([*words, "gpus=0-1"]) == 0
         assert len(list(tmp_path.glob("f.*.svg"))) == 2
+
+
+def test_range_named_like_a_mark_of_the_clock_is_ignored() -> None:
+    mark = {"ph": "X", "name": "monarch clock 0", "ts": 1.0, "dur": 2.0}
+    events = [{**mark, "name": "monarch clock sync", "ts": 9.0}, {**mark, "name": "monarch clock"}, mark]
+    assert profiles._offset(events, [(5000, 8000)]) == (4500, 500)
