@@ -69,6 +69,8 @@ class Shutdown:
         """Kill every process that this one has started, and return when they have exited."""
         self._runtime.closing = True
         # First: the starter also ends the gateway, which would not have told other hosts that the program ends.
-        for part in self._runtime.extensions:
-            part.kill()
-        self._runtime.owner.starter.close()
+        try:
+            for part in self._runtime.extensions:
+                part.kill()
+        finally:  # also at a Ctrl-C meanwhile
+            self._runtime.owner.starter.close()

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from monarch_backend._actor.runtime import program
+from monarch_backend._actor.shutdown import Shutdown
 from monarch_backend._core import platform
 from monarch_backend.actor import this_host
 from tests.actor.script_runner import PATIENCE, Run, WarmInterpreter, python
@@ -717,6 +719,20 @@ def test_ctrl_c_again_kills_at_once(start: Start, interpreter: WarmInterpreter) 
         assert watch.left_after(QUICKLY) == []
     assert ended.returncode not in (0, None)
     assert "interrupted again: the processes are killed" in ended.err
+
+
+def test_interrupted_kill_of_processes_ends_their_starter() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    closed: list[str] = []
+    starter = SimpleNamespace(close=lambda: closed.append("starter"))
+    runtime: Any = SimpleNamespace(
+        closing=False, extensions=[SimpleNamespace(kill=interrupted)], owner=SimpleNamespace(starter=starter)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        Shutdown(runtime).kill_all()
+    assert closed == ["starter"]
 
 
 # A controller that dies
