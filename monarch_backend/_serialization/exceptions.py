@@ -261,5 +261,5 @@ def _or_text(value: object) -> object:
 def _text(exc: BaseException) -> str:
     try:
         return str(exc)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"<its text can't be made: {type(error).__name__}>"

@@ -473,6 +473,21 @@ class BadText(Exception):
         raise RuntimeError("not even that")
 
 
+class RaisesInText(Exception):
+    """Error whose text raises another one in the process of the actor: the first time, or always."""
+
+    def __init__(self, kind: type[BaseException], is_always: bool, caller: int) -> None:
+        super().__init__(kind, is_always, caller)
+        self.kind, self.is_always, self.caller = kind, is_always, caller
+        self.times = 0
+
+    def __str__(self) -> str:
+        self.times += 1
+        if os.getpid() != self.caller and (self.is_always or self.times == 1):
+            raise self.kind("in the text")
+        return "readable"
+
+
 def test_exception_reaches_the_caller_with_cause_and_traceback(lasting: ProcMesh) -> None:
     victims = lasting.spawn("victims", Victim)
     one = victims.slice(gpus=1)
@@ -553,6 +568,18 @@ def test_exceptions_with_special_meaning_are_plain_errors_of_the_call(lasting: P
             assert mesh.echo.call_one(1).get(PATIENCE) == 1
     raised = one.recurse.call_one().exception(PATIENCE)
     assert isinstance(raised.__cause__, RecursionError) and len(str(raised)) < 100_000
+    assert one.echo.call_one(1).get(PATIENCE) == 1
+
+
+@pytest.mark.parametrize("actor", [Victim, AsyncVictim])
+@pytest.mark.parametrize(("kind", "is_always"), [(SystemExit, True), (CancelledError, False)])
+def test_error_whose_text_cannot_be_read_reaches_the_caller(
+    lasting: ProcMesh, actor: Any, kind: type[BaseException], is_always: bool
+) -> None:
+    """An interruption, too, can arrive while the text is made."""
+    one = lasting.slice(gpus=0).spawn("victims", actor)
+    error = one.raises.call_one(RaisesInText(kind, is_always, os.getpid())).exception(PATIENCE)
+    assert isinstance(error, ActorError) and "RaisesInText: readable" in str(error)
     assert one.echo.call_one(1).get(PATIENCE) == 1
 
 

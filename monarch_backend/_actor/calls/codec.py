@@ -75,7 +75,7 @@ def text_of(error: BaseException) -> str:
     """Return type and message of an exception, also if its ``__str__`` raises."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception as again:
+    except (Exception, SystemExit) as again:
         return f"{type(error).__name__} (its text is unknown, because __str__ raised {type(again).__name__})"
 
 

@@ -209,8 +209,10 @@ class AsyncActorRunner(ActorRunner):
                 self._raised(RuntimeError("the endpoint was cancelled by its own code"), answer, error)
         except BaseException as error:
             status = kinds.Status.ERROR
-            self._note_failure(error, message)
-            self._raised(error, answer)
+            try:
+                self._note_failure(error, message)
+            finally:
+                self._raised(error, answer)
         finally:
             self._open.end(opened, int(status), len(self.inbox))
 

@@ -443,8 +443,10 @@ class ActorRunner:
                 self._raised(error, answer)
         except BaseException as error:
             status = _ERROR
-            self._note_failure(error, message)
-            self._raised(error, answer)
+            try:
+                self._note_failure(error, message)
+            finally:
+                self._raised(error, answer)
         finally:
             code.end()
             end_activity(self.recording_cell, status)
