@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -332,18 +332,30 @@ class Inspection:
         return [*here, *(one for answer in answers for one in answer)], unread
 
     def debug(
-        self, host: str, processes: list[WaitingProcess], command: str, *, until_resumed: bool
-    ) -> list[tuple[WaitingProcess, str]]:
-        """Send a command of pdb to waiting processes of a host, and return the answers. It has no limit of time."""
-        if not host:
-            return list(client.send_command(processes, command, until_resumed=until_resumed))
-        try:
-            found: list[tuple[WaitingProcess, str]] = (
-                self._asked(host).debug.call_one(processes, command, until_resumed).get()
-            )
-        except Exception as error:
-            return [(each, f"host {host} has not answered: {first_line(error)}") for each in processes]
-        return found
+        self, by_host: Mapping[str, list[WaitingProcess]], command: str, *, until_resumed: bool
+    ) -> dict[WaitingProcess, str]:
+        """Send a command of pdb to waiting processes, and return the answers. It has no limit of time.
+
+        It waits on the calling thread, so that Ctrl-C ends it.
+        """
+        answers: dict[WaitingProcess, str] = {}
+        calls: dict[str, Any] = {}
+
+        def refuse(host: str, error: Exception) -> None:
+            answers.update(dict.fromkeys(by_host[host], f"host {host} has not answered: {first_line(error)}"))
+
+        for host in filter(None, by_host):
+            try:
+                calls[host] = self._asked(host).debug.call_one(by_host[host], command, until_resumed)
+            except Exception as error:
+                refuse(host, error)
+        answers.update(client.send_command(by_host.get("", []), command, until_resumed=until_resumed))
+        for host, call in calls.items():
+            try:
+                answers.update(call.get())
+            except Exception as error:
+                refuse(host, error)
+        return answers
 
     def profile(self, members: Sequence[Member], *, seconds: float | None, steps: int | None) -> ProfileResult:
         """See `Subject`. The hosts begin at the same time, apart from the way of the request."""

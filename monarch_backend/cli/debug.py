@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry.labels import fold_labels
 from monarch_backend.cli.arguments import add_ranks, fail
 from monarch_backend.cli.ps import duration
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     except (LookupError, OSError, ValueError, NotImplementedError, JobError) as error:
         return fail("debug", error)
     except KeyboardInterrupt:
-        return fail("debug", "interrupted; the processes go on with the command")
+        return fail("debug", "interrupted")
 
 
 def _act(args: argparse.Namespace, there: Inspection | None, action: str, words: list[str]) -> int:
@@ -85,18 +84,17 @@ def _act(args: argparse.Namespace, there: Inspection | None, action: str, words:
         return _attach(client.select_processes(words, processes), hosts)
     chosen = client.select_processes(args.ranks, processes)
     is_continue = not words
-    answers: dict[WaitingProcess, str] = {}
     command = words[0] if words else "continue"
-    if there is None:
-        answers = dict(client.send_command(chosen, command, until_resumed=is_continue))
-    else:
-        by_host: dict[str, list[WaitingProcess]] = {}
-        for process in chosen:
-            by_host.setdefault(hosts[process], []).append(process)
-        for some in in_parallel(
-            lambda host: there.debug(host, by_host[host], command, until_resumed=is_continue), by_host
-        ):
-            answers |= dict(some)
+    try:
+        if there is None:
+            answers = dict(client.send_command(chosen, command, until_resumed=is_continue))
+        else:
+            by_host: dict[str, list[WaitingProcess]] = {}
+            for process in chosen:
+                by_host.setdefault(hosts[process], []).append(process)
+            answers = there.debug(by_host, command, until_resumed=is_continue)
+    except KeyboardInterrupt:
+        return fail("debug", "interrupted; the processes go on with the command")
     _show(chosen, hosts, answers, as_json=args.json)
     return 0
 
