@@ -23,10 +23,17 @@ PERIOD_S = 0.2
 
 _READ_BYTES = 1 << 20
 
+MAX_LOOK_BYTES = 4 << 20
+"""Bytes of a file that one look keeps. A rank that writes faster does not hold up the files of others."""
+
+MAX_LAST_BYTES = 16 << 20
+"""Bytes of a file that the last look keeps: the newest ones. It ends also if processes of the rank still write."""
+
 
 @dataclass
 class _File:
     descriptor: int
+    path: str
     label: str
     pid: int
     stream: int
@@ -38,7 +45,7 @@ class KeptOutput:
 
     def __init__(self) -> None:
         self._files: list[_File] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the list; only one thread at a time reads files
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._history: log_history.LogHistory | None = None
@@ -50,7 +57,7 @@ class KeptOutput:
         with contextlib.suppress(OSError):  # the launcher's own report names a file that cannot be read
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             with self._lock:
-                self._files.append(_File(descriptor, label, pid, stream))
+                self._files.append(_File(descriptor, path, label, pid, stream))
 
     def _start(self) -> bool:
         self._history = self._history or log_history.make()
@@ -66,20 +73,53 @@ class KeptOutput:
         return True
 
     def _run(self) -> None:
-        while not self._ended.wait(PERIOD_S):
-            self._read(is_end=False)
+        is_more = False
+        while not self._ended.wait(0 if is_more else PERIOD_S):
+            is_more = self._look()
 
-    def _read(self, *, is_end: bool) -> None:
-        """Keep what the files have since the last look; at the end also lines without an end."""
+    def _look(self) -> bool:
+        """Keep what the files have since the last look. Return whether a file has more."""
+        is_more = False
+        for each in self._current():
+            if self._ended.is_set():  # `close` reads the rest
+                break
+            is_more |= self._read(each, MAX_LOOK_BYTES)
+        return is_more
+
+    def _current(self) -> list[_File]:
         with self._lock:
-            for each in self._files:
-                lines: list[bytes] = []
-                with contextlib.suppress(OSError):
-                    while data := os.read(each.descriptor, _READ_BYTES):
-                        lines += each.splitter.feed(data)
-                if is_end and (rest := each.splitter.take_partial(final=True)) is not None:
-                    lines.append(rest)
-                self._keep(each, lines)
+            return list(self._files)
+
+    def _read(self, file: _File, most: int) -> bool:
+        """Keep about ``most`` further bytes of a file. Return whether it has more."""
+        with contextlib.suppress(OSError):
+            for _ in range(-(-most // _READ_BYTES)):
+                data = os.read(file.descriptor, _READ_BYTES)
+                if not data:
+                    return False
+                self._keep(file, file.splitter.feed(data))
+            return True
+        return False
+
+    def _read_last(self, file: _File) -> None:
+        """Keep the last lines of a file, also one without an end, and close it."""
+        self._skip_to_last(file)
+        self._read(file, MAX_LAST_BYTES)
+        rest = file.splitter.take_partial(final=True)
+        self._keep(file, [] if rest is None else [rest])
+        with self._lock:
+            self._files.remove(file)
+        os.close(file.descriptor)
+
+    def _skip_to_last(self, file: _File) -> None:
+        with contextlib.suppress(OSError):
+            left = os.fstat(file.descriptor).st_size - os.lseek(file.descriptor, 0, os.SEEK_CUR) - MAX_LAST_BYTES
+            if left > 0:
+                os.lseek(file.descriptor, left, os.SEEK_CUR)
+                note = b"... [%d bytes are only in %s]" % (left, os.fsencode(file.path))
+                rest = file.splitter.take_partial(final=True)
+                self._keep(file, [note] if rest is None else [rest, note])
+                file.splitter = LineSplitter()
 
     def _keep(self, file: _File, lines: list[bytes]) -> None:
         assert self._history is not None
@@ -92,10 +132,8 @@ class KeptOutput:
         if self._thread is not None:
             self._ended.set()
             self._thread.join()
-            self._read(is_end=True)
-        for each in self._files:
-            os.close(each.descriptor)
-        self._files.clear()
+        for each in self._current():
+            self._read_last(each)
         if self._history is not None:
             self._history.close()
             self._history = None
