@@ -38,6 +38,8 @@ class _File:
     pid: int
     stream: int
     splitter: LineSplitter = field(default_factory=LineSplitter)
+    has_ended: bool = False
+    """Whether the next look is the last one."""
 
 
 class KeptOutput:
@@ -51,13 +53,27 @@ class KeptOutput:
         self._history: log_history.LogHistory | None = None
 
     def add(self, path: str, label: str, pid: int, stream: int) -> None:
-        """Keep what a rank writes to a file, as `stream` 1 or 2. Do nothing where no history is wanted or possible."""
+        """Keep what a rank writes to a file, as `stream` 1 or 2. Do nothing where no history is wanted or possible.
+
+        An earlier file of the same label and stream is read to its end and closed.
+        """
         if self._thread is None and not self._start():
             return
         with contextlib.suppress(OSError):  # the launcher's own report names a file that cannot be read
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             with self._lock:
+                for each in self._files:
+                    each.has_ended |= (each.label, each.stream) == (label, stream)
                 self._files.append(_File(descriptor, path, label, pid, stream))
+
+    def end(self, pid: int) -> None:
+        """Let the next look at the files of a rank that has exited be the last one. It closes them.
+
+        Output that its child processes write later is only in the files.
+        """
+        with self._lock:
+            for each in self._files:
+                each.has_ended |= each.pid == pid
 
     def _start(self) -> bool:
         self._history = self._history or log_history.make()
@@ -83,7 +99,10 @@ class KeptOutput:
         for each in self._current():
             if self._ended.is_set():  # `close` reads the rest
                 break
-            is_more |= self._read(each, MAX_LOOK_BYTES)
+            if each.has_ended:
+                self._read_last(each)
+            else:
+                is_more |= self._read(each, MAX_LOOK_BYTES)
         return is_more
 
     def _current(self) -> list[_File]:

@@ -212,6 +212,8 @@ class Ranks:
             for stream, path in enumerate(paths, 1):
                 if path:
                     self._kept.add(path, process.label, process.pid, stream)
+            if process.returncode is not None:  # it exited before its files were added
+                self._kept.end(process.pid)
         return started
 
     def _spawn(self, specs: Sequence[ProcessSpec]) -> list[RankProcess]:
@@ -250,6 +252,7 @@ class Ranks:
             elif isinstance(event, Exited):
                 process.returncode = event.returncode
                 self._ended += 1
+                self._kept.end(event.pid)
                 del self._processes[event.id]
                 _remark(process, event)
             else:

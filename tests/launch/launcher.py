@@ -118,6 +118,17 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def open_files(pid: int | str, folder: Path) -> list[str]:
+    """Return the files below a folder that a process has open, as sorted relative paths. It needs /proc."""
+    found = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            path = Path(os.readlink(each))
+            if path.is_relative_to(folder):
+                found.append(str(path.relative_to(folder)))
+    return sorted(found)
+
+
 def gone(pid: int) -> bool:
     """Return whether the process has ended. A zombie has ended."""
     try:

@@ -1,4 +1,4 @@
-"""Output of ranks in files: each file has a turn, and the end is bounded."""
+"""Output of ranks in files: each file has a turn, and is closed after the end of its rank."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from monarch_backend._core import platform
 from monarch_backend._launch import kept_output
 from monarch_backend._launch.kept_output import KeptOutput
 from monarch_backend._telemetry import log_history
+from tests.launch.launcher import open_files
 from tests.support.waiting import wait_until
 
 PATIENCE = 30.0
@@ -75,3 +77,27 @@ def test_long_rest_at_the_end_is_left_out_up_to_the_last_bytes(
     _close(kept)
     note = f"... [600 bytes are only in {path}]".encode()
     assert [text for *_, text in lines.found] == [note[:200], b"last line"]
+
+
+@pytest.mark.skipif(not platform.HAS_PROC, reason="needs /proc")
+def test_files_of_an_exited_rank_are_read_and_closed(kept: KeptOutput, lines: Lines, tmp_path: Path) -> None:
+    write = _written(tmp_path)
+    kept.add(write("0", b"half a line"), "rank 0", 10, 1)
+    kept.add(write("1", b""), "rank 1", 11, 1)
+    kept.end(10)
+    wait_until(lambda: open_files("self", tmp_path) == ["1"])
+    assert lines.found == [("rank 0", 10, 1, b"half a line")]
+
+
+@pytest.mark.skipif(not platform.HAS_PROC, reason="needs /proc")
+def test_files_of_a_restarted_rank_replace_earlier_ones(kept: KeptOutput, lines: Lines, tmp_path: Path) -> None:
+    write = _written(tmp_path)
+    for attempt in range(3):
+        for stream in (1, 2):
+            text = f"attempt {attempt}".encode()
+            kept.add(write(f"{attempt}.{stream}", text), "rank 0", 10 + attempt, stream)
+    wait_until(lambda: open_files("self", tmp_path) == ["2.1", "2.2"])
+    _close(kept)
+    assert sorted(lines.found) == [
+        ("rank 0", 10 + attempt, stream, f"attempt {attempt}".encode()) for attempt in range(3) for stream in (1, 2)
+    ]

@@ -17,7 +17,7 @@ from monarch_backend import cli
 from monarch_backend._core import platform
 from monarch_backend._telemetry import program_output
 from tests.launch import scripts
-from tests.launch.launcher import PATIENCE, Launched, finish, gone, launch, launching, until
+from tests.launch.launcher import PATIENCE, Launched, finish, gone, launch, launching, open_files, until
 
 
 def _write(directory: Path, name: str, text: str) -> str:
@@ -351,3 +351,26 @@ def test_output_of_running_ranks_is_shown(
     script = _write(tmp_path, "prints.py", PRINTS + "import time\ntime.sleep(1e6)")
     with launching("monarch", "--redirects", "3", script, directory=tmp_path / "runs") as process:
         until(lambda: cli.main(["logs", str(process.pid)]) == 0 and "on a terminal" in capsys.readouterr().out)
+
+
+RESTARTS = """
+import os, sys, time
+if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
+    sys.exit(3)
+if os.environ["RANK"] == "0":
+    time.sleep(1e6)
+"""
+
+
+@pytest.mark.skipif(not platform.HAS_PROC, reason="needs /proc")
+def test_files_of_ended_ranks_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_LOG_DIR", str(tmp_path / "kept"))
+    script = _write(tmp_path, "restarts.py", RESTARTS)
+    words = "--nproc-per-node=2", "--max-restarts=2", "--redirects", "3", script
+    with launching("monarch", *words, directory=tmp_path / "runs") as process:
+
+        def read() -> list[str]:
+            names = open_files(process.pid, Path("/"))
+            return [name.partition("/attempt_")[2] for name in names if name.endswith(".log")]
+
+        until(lambda: read() == ["2/0/stderr.log", "2/0/stdout.log"])
