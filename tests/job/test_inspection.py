@@ -297,11 +297,11 @@ def test_one_process_of_the_host_gets_a_signal(job: Job, programs: list[dict[str
     ("words", "error"),
     [
         (["kill", "JOB", "--signal", "KILL"], "is a job, whose hosts end as with Job.kill(): leave out --signal"),
-        (["kill", "JOB", "--rank", "gpus 9"], "no running process is 'gpus 9'; there are ["),
+        (["kill", "JOB", "--rank", "gpus 9"], "no running process is 'gpus 9'; there are: "),
         (["profile", "JOB", "--seconds", "1", "--ranks", "gpus=9"], "no process is 'gpus=9'; there are: "),
         (["debug", "run", "p 1", "--program", "JOB"], "no process waits"),
         (["flight-recorder", "JOB", "-o", "dumps"], "no process has a group of backend='monarch'"),
-        (["logs", "JOB", "--rank", "gpus 9"], "no process is 'gpus 9'; there are ["),
+        (["logs", "JOB", "--rank", "gpus 9"], "no process is 'gpus 9'; there are: "),
     ],
 )
 @pytest.mark.usefixtures("programs")
