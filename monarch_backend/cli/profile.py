@@ -105,6 +105,8 @@ def _notice(steps: int | None, ranks: list[Member]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        if steps is not None:
+            timer.join()  # it may be printing
 
 
 def _as_json(args: argparse.Namespace, result: ProfileResult, counts: dict[str, int]) -> dict[str, Any]:
