@@ -61,6 +61,9 @@ _ENDED = int(kinds.Status.ABORTED)
 _QUEUE = int(kinds.Kind.QUEUE)
 _WITHDRAWN, _REFUSED = int(kinds.QueueStatus.WITHDRAWN), int(kinds.QueueStatus.REFUSED)
 
+MAX_RECORDED_QUEUE = 8
+"""Messages that are recorded while they wait. Further ones are counted: a burst of calls must not become slower."""
+
 MAX_PREFIXES = 256
 """Prefixes of calls whose endpoints an actor keeps, to record messages that wait."""
 
@@ -188,15 +191,16 @@ class ActorRunner:
         """Record a message that has to wait, and show the length of the queue."""
         if not self.recording_cell:
             return
-        if not isinstance(item, tuple):
-            self._show_queue()
+        length = len(self.inbox)
+        if length > MAX_RECORDED_QUEUE or not isinstance(item, tuple):
+            if length <= MAX_RECORDED_QUEUE or length % MAX_RECORDED_QUEUE == 0:
+                self._show_queue()
             return
         peer, frame, _ = item
         number = self._numbers_of_prefixes.get(frame.prefix)
         if number is None:
             number = self._number_in(frame)
-        length, size = len(self.inbox), len(frame.body)
-        note_arrival(self.queue_cell, length, self._name_number, number, frame.ref, size, peer.identity)
+        note_arrival(self.queue_cell, length, self._name_number, number, frame.ref, len(frame.body), peer.identity)
 
     def _note_left(self, message: Message, status: int) -> None:
         """Record that a message has left the queue, and is not handled."""
