@@ -11,14 +11,13 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
-import gc
 import importlib
 import io
 import multiprocessing.process
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -26,6 +25,7 @@ import msgspec
 
 from monarch_backend import _autoload
 from monarch_backend._core import fork, platform
+from monarch_backend._core.garbage_collection import without_collector
 from monarch_backend._processes import cpu_affinity, finalization, system_calls
 from monarch_backend._processes.debugging import channel
 from monarch_backend._processes.main_module import empty_main_module
@@ -41,18 +41,6 @@ def main(argument: str) -> NoReturn:
     with open(int(argument), "rb") as file:
         spec = msgspec.msgpack.decode(file.read(), type=Spawn)
     run(spec)
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Disable the garbage collector for imports: it frees almost nothing and takes a fifth of torch's import time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def run(spec: Spawn) -> NoReturn:

@@ -28,6 +28,7 @@ from typing import NoReturn
 import msgspec
 
 from monarch_backend._core import env, platform
+from monarch_backend._core.garbage_collection import without_collector
 from monarch_backend._processes import child_bootstrap, finalization, local_sockets, system_calls
 from monarch_backend._processes.child_table import Processes, StartError
 from monarch_backend._processes.spawn_protocol import (
@@ -99,7 +100,7 @@ def preload(more: Sequence[str] = ()) -> None:
     """Import modules that children will need, if they are forked."""
     if not platform.HAS_SAFE_FORK:
         return
-    with child_bootstrap.without_collector():
+    with without_collector():
         left_out = () if env.get("MONARCH_PRELOAD_TORCH") else _WITH_TORCH
         for name in (*_PRELOAD, *more):
             if name not in left_out:
@@ -199,7 +200,7 @@ class Server:
             raise StartError(f"the fork server imports modules of monarch_backend only, not {', '.join(others)}")
         before = _open_descriptors()
         try:
-            with child_bootstrap.without_collector():
+            with without_collector():
                 for name in missing:
                     importlib.import_module(name)
         except Exception as error:

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core.garbage_collection import without_collector
 from monarch_backend._telemetry.labels import fold_labels, in_words, is_wanted
 from monarch_backend.cli.arguments import add_program, add_ranks, fail
-from monarch_backend.cli.garbage_collection import no_collection
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.profile_result import ProfileResult
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             if args.flame:
                 return _write_flames(there, args.flame, args.seconds, ranks, as_json=args.json)
             _check_writable(args.output)
-            with no_collection():
+            with without_collector():
                 with _notice(args.steps, ranks):
                     result = there.profile(ranks, seconds=args.seconds, steps=args.steps)
                 counts = result.save(args.output)

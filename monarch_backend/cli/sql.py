@@ -7,8 +7,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core.garbage_collection import without_collector
 from monarch_backend.cli.arguments import add_program, fail
-from monarch_backend.cli.garbage_collection import no_collection
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.sql import QueryResult
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.file and args.program:
         return fail("sql", f"a file has its own programs: leave out {args.program!r}, or use a condition on processes")
     try:
-        with no_collection():
+        with without_collector():
             if args.file:
                 result = sql.answer_from(args.query, args.file, args.engine)
             else:

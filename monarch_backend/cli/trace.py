@@ -8,8 +8,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core.garbage_collection import without_collector
 from monarch_backend.cli.arguments import add_program, fail, nothing_there
-from monarch_backend.cli.garbage_collection import no_collection
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.program_recording import Recording
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     to_stdout = args.output == "-"
     try:
-        with no_collection():
+        with without_collector():
             with look_at(args.program) as there:
                 recording = there.recording()
             if not recording.processes and not recording.unread:
