@@ -19,8 +19,8 @@ DTYPES = (
 ROUTES = "", "shm", "shm+gloo", "gloo", "nccl", "xla", "xccl", "other"
 """Names of routes by their number, as `monarch_backend.routes` has them."""
 
-_WAITED_FOR = frozenset({"shm", "shm+gloo", "gloo"})
 # Routes whose collectives are recorded until their end. On the others a call only enqueues the collective.
+_WAITED_FOR = frozenset({"shm", "shm+gloo", "gloo"})
 
 _ROUTE_SHIFT = 16
 

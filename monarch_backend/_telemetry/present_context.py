@@ -35,7 +35,7 @@ def traceparent() -> str | None:
             return header
         if number == of_header:
             is_message = not of_header and trace_context.message.get() is not None
-            return _of_message(header) if is_message else header
+            return _of_message(found[0], header) if is_message else header
         own = _own_start_ns()
         if not own:
             return header
@@ -57,7 +57,7 @@ def traceparent() -> str | None:
     return around
 
 
-def _of_message(header: str) -> str:
+def _of_message(trace: int, header: str) -> str:
     """Return the header of the traced message that runs here, and keep it. ``header``: of the span above it."""
     own = _own_process()
     if own is None:
@@ -67,9 +67,7 @@ def _of_message(header: str) -> str:
         if each.kind == Kind.MESSAGE and (each.reference, each.trace) == (call, sender):
             name = f"{each.name}.{each.detail}"
             identity = message_identity(own.pid, own.started_ns, name, each.since_ns, sender, call)
-            found = trace_context.parse(header)
-            assert found is not None
-            header = trace_context.as_header(found[0], identity, trace_context.flags_of(header))
+            header = trace_context.as_header(trace, identity, trace_context.flags_of(header))
             trace_context.remote.set((header, 0))
             trace_context.message.set(None)
     return header

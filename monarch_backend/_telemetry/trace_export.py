@@ -35,7 +35,7 @@ SEND_NS = 1000
 
 _SLICES = Kind.MESSAGE, Kind.WAIT, Kind.SPAN, Kind.COLLECTIVE, Kind.TRANSFER, Kind.STEP
 _BEGIN_TIMELINE = "X", "i", "C"
-"""Phases of events, the first of which is the zero of the timeline. Arrows are between slices."""
+"""Phases of events that can begin the timeline: the earliest one is at time 0. Arrows join slices, so none is first."""
 
 _INSTANTS = Kind.HOST, Kind.PROCESS, Kind.ACTOR, Kind.MESH, Kind.CONTROLLER, Kind.LOG
 

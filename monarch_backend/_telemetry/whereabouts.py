@@ -81,7 +81,7 @@ def place_of(process: RecordedProcess, timeout: float) -> str:
         return f"at an unknown line ({found.problem})"
     for thread in reversed(found.threads):
         if thread.innermost is not None:
-            return _at(thread.innermost) + (f", and waits for {thread.lock}" if thread.lock else "")
+            return _at_in(thread, thread.innermost)
     return "idle: it runs no code of the program"
 
 
@@ -150,11 +150,7 @@ def _place(process: RecordedProcess, found: stacks.Stacks, running: Activity) ->
     }
     candidates = _threads_of(_threads(found), running.detail, others)
     # A controller's worker runs no code of the program.
-    places = [
-        _at(frame) + (f", and waits for {each.lock}" if each.lock else "")
-        for each in candidates
-        if (frame := each.innermost or each.leaf) is not None
-    ]
+    places = [_at_in(each, frame) for each in candidates if (frame := each.innermost or each.leaf) is not None]
     if places:
         return " or ".join(places[:MAX_PLACES])
     return f"at an unknown line ({found.unread_tasks})" if found.unread_tasks else "between two lines of its code"
@@ -163,6 +159,11 @@ def _place(process: RecordedProcess, found: stacks.Stacks, running: Activity) ->
 def _at(frame: stacks.Frame) -> str:
     source = linecache.getline(frame.file, frame.line).strip()
     return f"at {frame}" + (f" ({source})" if source else "")
+
+
+def _at_in(thread: stacks.Thread, frame: stacks.Frame) -> str:
+    """Return the line of a frame, and the lock for which its thread waits."""
+    return _at(frame) + (f", and waits for {thread.lock}" if thread.lock else "")
 
 
 def _threads(found: stacks.Stacks) -> list[stacks.Thread]:

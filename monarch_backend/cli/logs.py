@@ -16,6 +16,7 @@ from monarch_backend._core.parallel import in_parallel
 from monarch_backend._telemetry import log_files
 from monarch_backend._telemetry.labels import LAUNCHER, fold_labels, in_words, is_wanted
 from monarch_backend.cli.arguments import add_program, add_ranks, fail, nothing_there
+from monarch_backend.cli.ps import state_of
 
 if TYPE_CHECKING:
     from monarch_backend._telemetry.log_history import LogLine
@@ -166,8 +167,7 @@ def _name_silent_processes(args: argparse.Namespace, chosen: list[Program], line
         return
     by_state: dict[str, list[Process]] = {}
     for each in silent:
-        state = each.state if each.exit_code is None else f"ended with {each.exit_code}"
-        by_state.setdefault(state, []).append(each)
+        by_state.setdefault(state_of(each), []).append(each)
     for state, some in by_state.items():
         which = f"pid {some[0].pid}, {state}) has" if len(some) == 1 else f"{state}) have"
         print(f"{fold_labels(each.label for each in some)} ({which} written nothing that is kept", file=sys.stderr)

@@ -46,8 +46,7 @@ class GlooWork(dist.Work):
             if late is not None:
                 raise late from error
             raise
-        if self._call is not None:
-            self._call.end(Status.OK)
+        self._end(Status.OK)
         return True
 
     def _late(self, error: BaseException, timeout: timedelta) -> CollectiveTimeoutError | None:

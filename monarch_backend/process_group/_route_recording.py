@@ -111,7 +111,7 @@ class RouteRecording:
     def __init__(self, name: str, rank: int, identity: int, route: str) -> None:
         self.name, self.identity = name, identity
         self._route = payloads.route_named(route)
-        self._is_only_enqueued = payloads.decode(self._route << 16).is_only_enqueued
+        self._is_only_enqueued = payloads.decode(payloads.encode("", self._route)).is_only_enqueued
         self._cell = recorder.take_cell(Kind.COLLECTIVE, name, rank, identity)
         release = weakref.finalize(self, recorder.release_cell, self._cell)
         release.atexit = False

@@ -192,9 +192,10 @@ class ActorRunner:
         if not self.recording_cell:
             return
         length = len(self.inbox)
+        if length > MAX_RECORDED_QUEUE and length % MAX_RECORDED_QUEUE:
+            return
         if length > MAX_RECORDED_QUEUE or not isinstance(item, tuple):
-            if length <= MAX_RECORDED_QUEUE or length % MAX_RECORDED_QUEUE == 0:
-                self._show_queue()
+            self._show_queue()
             return
         peer, frame, _ = item
         number = self._numbers_of_prefixes.get(frame.prefix)

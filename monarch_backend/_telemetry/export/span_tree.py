@@ -66,7 +66,7 @@ class SpanTree:
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, tuple[int, int]] = OrderedDict()  # trace and identity by hash
-        self._links: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._links: dict[tuple[int, int, int], tuple[int, int]] = {}  # of the present recording
 
     def nodes(self, recording: Recording) -> list[Node]:
         """Return all spans and handled messages of the recording, with their identities."""
@@ -105,12 +105,8 @@ class SpanTree:
 
     def _place_root(self, node: Node) -> None:
         """Give a node without a recorded parent its trace. All ranks that handle one call are in the same."""
-        foreign = _foreign(node)
-        if node.kind == Kind.MESSAGE:
-            link = self._links.get((id(node.process), node.other, node.reference))
-            if link is not None:
-                node.trace, node.parent = link
-                return
+        of_message = id(node.process), node.other, node.reference
+        foreign = self._links.get(of_message) if node.kind == Kind.MESSAGE else _foreign(node)
         if foreign is not None:
             node.trace, node.parent = foreign
             node.is_link = node.name == REMOTE_PARENT
