@@ -171,15 +171,16 @@ def check_host_of_a_lost_node(job: RayJob, cluster: RayCluster) -> None:
 
 
 @contextlib.contextmanager
-def tethered_program(job: RayJob, hosts: int) -> Iterator[subprocess.Popen[str]]:
-    """Yield a program that has applied a tethered job with one host, and has resized it."""
+def tethered_program(job: RayJob, hosts: int, *, resized_to: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """Yield a program that has applied a tethered job with some hosts, and has resized it if asked."""
+    resize = f'job.resize("trainers", {resized_to}, 60)' if resized_to else ""
     text = f"""
 import sys
 from monarch_backend.job import RayJob
 
-job = RayJob({{"trainers": 1}}, address={job._address!r}, tether=True, path={str(job.path)!r})
+job = RayJob({{"trainers": {hosts}}}, address={job._address!r}, tether=True, path={str(job.path)!r})
 job.apply()
-job.resize("trainers", {hosts}, 60)
+{resize}
 print("up", flush=True)
 sys.stdin.read()
 """

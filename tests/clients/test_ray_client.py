@@ -226,7 +226,7 @@ def test_ray_without_its_extra_for_ray_client_is_an_error_with_the_cure(job: Cal
 def test_tethered_job_ends_with_its_killed_program_after_the_grace_of_ray_client(job: Callable[..., RayJob]) -> None:
     before = daemons()
     mine = job({"trainers": 1}, tether=True)
-    with tethered_program(mine, 2) as process:
+    with tethered_program(mine, 1, resized_to=2) as process:
         assert len(daemons() - before) == 2
         process.kill()
         killed_at = time.monotonic()

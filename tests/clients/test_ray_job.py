@@ -17,7 +17,15 @@ import pytest
 from monarch_backend._job import ray_cluster as ray_cluster_module
 from monarch_backend.job import Job, JobError, RayJob
 from tests.clients.programs import needs
-from tests.clients.ray_clusters import RayCluster, check_host_of_a_lost_node, daemons, free_port, ranks, ray_environment
+from tests.clients.ray_clusters import (
+    RayCluster,
+    check_host_of_a_lost_node,
+    daemons,
+    free_port,
+    ranks,
+    ray_environment,
+    tethered_program,
+)
 from tests.job.support import in_program
 from tests.support.waiting import wait_until
 
@@ -194,20 +202,7 @@ def test_cluster_that_does_not_listen_is_an_error_at_once(
 
 def test_tethered_job_ends_with_its_killed_program(job: Callable[..., RayJob]) -> None:
     before = daemons()
-    mine = job({"trainers": 2}, tether=True)
-    text = f"""
-import sys
-from monarch_backend.job import RayJob
-
-RayJob({{"trainers": 2}}, address={mine._address!r}, tether=True, path={str(mine.path)!r}).apply()
-print("up", flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
+    with tethered_program(job({"trainers": 2}, tether=True), 2) as process:
         assert len(daemons() - before) == 2
         process.kill()
     wait_until(lambda: daemons() == before)

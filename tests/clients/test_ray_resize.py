@@ -163,7 +163,7 @@ def test_tethered_job_is_resized_by_its_program_and_ends_with_it(job: Callable[.
         other.resize("trainers", 2, 60)
         return str(caught.value)
 
-    with tethered_program(mine, 3) as process:
+    with tethered_program(mine, 1, resized_to=3) as process:
         assert len(daemons() - before) == 3
         assert "is tethered: only the program that has applied it adds hosts" in in_program(other)
         assert len(daemons() - before) == 2
