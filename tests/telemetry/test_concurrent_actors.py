@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -11,32 +10,19 @@ from pathlib import Path
 import pytest
 
 from monarch_backend._core import platform
-from monarch_backend._native import recording_layout
 from monarch_backend._telemetry import programs
-from monarch_backend.actor import Actor, ActorError, ProcMesh, concurrent_endpoint, endpoint
+from monarch_backend.actor import ActorError, ProcMesh, concurrent_endpoint
 from monarch_backend.cli import ps
 from monarch_backend.telemetry import query
 from tests.actor.actors import running
 from tests.actor.support import PATIENCE
 from tests.support.waiting import wait_until
+from tests.telemetry.held_actors import MANY, Async
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
 
-MANY = recording_layout["cell_count"] + 16
-"""More messages than a process can show at the same time."""
 
-
-class Concurrent(Actor):
-    @concurrent_endpoint
-    async def wait_for(self, path: str) -> None:
-        while not Path(path).exists():
-            await asyncio.sleep(0.01)
-
-    @endpoint
-    async def hold(self, path: str) -> None:
-        while not Path(path).exists():
-            await asyncio.sleep(0.01)
-
+class Concurrent(Async):
     @concurrent_endpoint
     async def fail(self) -> None:
         raise ValueError("boom")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,33 +11,13 @@ import pytest
 from monarch_backend._core import platform
 from monarch_backend._telemetry import program_recording
 from monarch_backend._telemetry.kinds import Kind
-from monarch_backend.actor import Actor, ProcMesh, concurrent_endpoint, endpoint
+from monarch_backend.actor import Actor, ProcMesh
 from tests.actor.actors import running
 from tests.actor.support import PATIENCE
 from tests.support.waiting import wait_until
+from tests.telemetry.held_actors import Async, Plain
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
-
-
-class Plain(Actor):
-    @endpoint
-    def wait_for(self, path: str) -> None:
-        wait_until(Path(path).exists, PATIENCE)
-
-    @endpoint
-    def pass_by(self) -> None:
-        pass
-
-
-class Async(Actor):
-    @endpoint
-    async def wait_for(self, path: str) -> None:
-        while not Path(path).exists():
-            await asyncio.sleep(0.01)
-
-    @endpoint
-    async def pass_by(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +34,8 @@ def _queue(actor: str) -> int | None:
     return shown[0] if shown else None
 
 
-class Concurrent(Async):
-    @concurrent_endpoint
-    async def wait_for(self, path: str) -> None:
-        while not Path(path).exists():
-            await asyncio.sleep(0.01)
-
-
 def test_queue_behind_a_concurrent_message_gets_shorter(procs: ProcMesh, tmp_path: Path) -> None:
-    actor = procs.spawn("concurrent", Concurrent)
+    actor = procs.spawn("concurrent", Async)
     running = actor.wait_for.call_one(str(tmp_path / "go"))
     wait_until(lambda: _queue("concurrent") == 0, PATIENCE)
     for each in [actor.pass_by.call_one() for _ in range(20)]:
@@ -77,7 +49,7 @@ def test_queue_behind_a_concurrent_message_gets_shorter(procs: ProcMesh, tmp_pat
 @pytest.mark.parametrize("cls", [Plain, Async])
 def test_messages_behind_a_running_one_are_shown(cls: type[Actor], procs: ProcMesh, tmp_path: Path) -> None:
     actor = procs.spawn(cls.__name__, cls)
-    running = actor.wait_for.call_one(str(tmp_path / "go"))
+    running = actor.hold.call_one(str(tmp_path / "go"))
     wait_until(lambda: _queue(cls.__name__) == 0, PATIENCE)
     queued = []
     for count, shown in ((1, 1), (5, 5), (8, 8), (20, 16)):

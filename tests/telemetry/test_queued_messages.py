@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,49 +11,19 @@ from typing import Any
 import pytest
 
 from monarch_backend._core import platform
-from monarch_backend._native import recording_layout
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
 from monarch_backend._telemetry.messages import messages_of
 from monarch_backend._telemetry.program_recording import ProcessRecording
 from monarch_backend._telemetry.programs import Process, Program
 from monarch_backend._telemetry.reader import Activity, RecordedEvent, RecordedProcess
-from monarch_backend.actor import Actor, ProcMesh, concurrent_endpoint, endpoint
+from monarch_backend.actor import Actor, Future, ProcMesh
 from monarch_backend.telemetry import query
 from tests.actor.actors import running
 from tests.actor.support import PATIENCE
 from tests.support.waiting import wait_until
+from tests.telemetry.held_actors import MANY, Async, Plain
 
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="recording areas need memfd_create")
-
-MANY = recording_layout["cell_count"] + 16
-"""More messages than a process can show at the same time."""
-
-
-class Plain(Actor):
-    @endpoint
-    def hold(self, path: str) -> None:
-        while not Path(path).exists():
-            time.sleep(0.005)
-
-    @endpoint
-    def pass_by(self) -> None:
-        pass
-
-
-class Async(Actor):
-    @endpoint
-    async def hold(self, path: str) -> None:
-        while not Path(path).exists():
-            await asyncio.sleep(0.005)
-
-    @endpoint
-    async def pass_by(self) -> None:
-        pass
-
-    @concurrent_endpoint
-    async def wait_for(self, path: str) -> None:
-        while not Path(path).exists():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +50,17 @@ def _events(actor: str, endpoint: str) -> Counter[str]:
     return Counter(status for (status,) in rows)
 
 
+def _held(actor: Any, path: Path) -> tuple[Future[Any], list[Future[Any]]]:
+    """Let each rank handle a message, and hold the next one. Return the held call, and three calls behind it."""
+    actor.pass_by.call().get(PATIENCE)
+    return actor.hold.call(str(path)), [actor.pass_by.call() for _ in range(3)]
+
+
 @pytest.mark.parametrize("cls", [Plain, Async])
 def test_messages_in_the_queue_are_rows_until_they_start(cls: type[Actor], procs: ProcMesh, tmp_path: Path) -> None:
     name = f"starts_{cls.__name__}"
     actor = procs.spawn(name, cls)
-    actor.pass_by.call().get(PATIENCE)
-    held = actor.hold.call(str(tmp_path / "go"))
-    calls = [actor.pass_by.call() for _ in range(3)]
+    held, calls = _held(actor, tmp_path / "go")
     actor.pass_by.broadcast()
     wait_until(lambda: _statuses(name)["pass_by", "queued"] == 8, PATIENCE)
     assert _statuses(name)["hold", "active"] == 2
@@ -114,9 +86,7 @@ def test_messages_in_the_queue_are_rows_until_they_start(cls: type[Actor], procs
 def test_calls_cancelled_in_the_queue_are_cancelled_messages(cls: type[Actor], procs: ProcMesh, tmp_path: Path) -> None:
     name = f"cancels_{cls.__name__}"
     actor = procs.spawn(name, cls)
-    actor.pass_by.call().get(PATIENCE)
-    held = actor.hold.call(str(tmp_path / "never"))
-    calls = [actor.pass_by.call() for _ in range(3)]
+    held, calls = _held(actor, tmp_path / "never")
     wait_until(lambda: _statuses(name)["pass_by", "queued"] == 6, PATIENCE)
     calls[0].cancel()
     wait_until(lambda: _statuses(name)["pass_by", "cancelled"] == 2, PATIENCE)
