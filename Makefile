@@ -158,7 +158,7 @@ format: $(STAMP)  ## fix and format the code with ruff
 
 # The build is offline: it fetches no page and checks no external link.
 docs: $(STAMP)  ## build the documentation site in build/docs, with warnings as errors
-	$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -b html docs build/docs
+	$(BIN)/python -m sphinx -E -W --keep-going -q -d build/doctrees -b html docs build/docs
 
 bench: $(VENV)/.bench  ## run all benchmarks; results on the terminal, tables and plots in build/benchmarks
 	$(BIN)/python benchmarks/import_hook.py

@@ -29,7 +29,7 @@ html_title = f"monarch_backend {release}"
 html_static_path: list[str] = []
 
 myst_enable_extensions = ["colon_fence", "attrs_inline"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 autodoc_member_order = "groupwise"
 autodoc_typehints = "none"  # Signatures have them; a second copy in the text repeats each parameter.
