@@ -3,12 +3,11 @@
     python benchmarks/_telemetry_runner.py group|actors|dtensor
 
 A request is a line on standard input, ``{"case": NAME, "count": N, "record": true or false}``. The answer is the mean
-time of a call in seconds. All processes of the case record, or none. MONARCH_TELEMETRY must not be 0.
+time of a call in seconds. All processes of the case record, or none. Without "record" MONARCH_TELEMETRY decides.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,33 +20,15 @@ from monarch_backend.actor import Actor, endpoint
 Switch = Callable[[bool], object]
 
 
-def switch(owner: int, descriptor: int, record: bool) -> None:
-    """Stop the recording of this process, or resume it in its slot of the owner's area."""
+def switch(record: bool) -> None:
+    """Pause the recording of this process, or resume it."""
     from monarch_backend import _native
-    from monarch_backend._telemetry import recording_area
-    from monarch_backend._telemetry.kinds import Kind
-    from monarch_backend._telemetry.reader import Area
 
-    if not record:
-        _native.stop_recording()
-        return
-    if _native.is_recording():
-        return
-    with Area.of_process(owner, descriptor) as area:
-        slot = next(each for each in area.processes() if each.pid == os.getpid())
-    recording_area.use(owner, descriptor, slot.index, slot.label)
-    for _ in range(_native.recording_layout["event_count"]):  # a new mapping has a page fault for each of its pages
-        _native.record_event(int(Kind.SPAN), 0, 0, 0, 0, 0, 0, 0)
-
-
-def switch_here(record: bool) -> tuple[int, int]:
-    """Switch the recording of this process, which owns an area. Return the owner's pid and descriptor."""
-    from monarch_backend._telemetry import recorder
-
-    area = recorder.area()
-    assert area is not None, "MONARCH_TELEMETRY=0"
-    switch(os.getpid(), area.descriptor, record)
-    return os.getpid(), area.descriptor
+    if record:
+        _native.resume_recording()
+    else:
+        _native.pause_recording()
+    assert _native.is_recording() == record, "MONARCH_TELEMETRY=0"
 
 
 class Worker(Actor):
@@ -58,13 +39,18 @@ class Worker(Actor):
         pass
 
     @endpoint
-    def switch(self, owner: int, descriptor: int, record: bool) -> None:
-        switch(owner, descriptor, record)
+    def switch(self, record: bool) -> None:
+        switch(record)
 
 
 def switch_all(workers: Any) -> Switch:
     """Return a function that switches this process and those of the workers."""
-    return lambda record: workers.switch.call(*switch_here(record), record).get()
+
+    def switch_both(record: bool) -> None:
+        switch(record)
+        workers.switch.call(record).get()
+
+    return switch_both
 
 
 def group() -> tuple[dict[str, Step], Step, Switch]:
@@ -73,7 +59,7 @@ def group() -> tuple[dict[str, Step], Step, Switch]:
 
     dist.init_process_group("monarch")
     small = torch.ones(2)
-    return {"all_reduce 8 B": lambda: dist.all_reduce(small)}, dist.barrier, switch_here
+    return {"all_reduce 8 B": lambda: dist.all_reduce(small)}, dist.barrier, switch
 
 
 def actors() -> tuple[dict[str, Step], Step, Switch]:
@@ -112,7 +98,7 @@ def main(kind: str) -> None:
     """Answer requests of one kind of cases."""
     torch.set_num_threads(1)
     cases, drain, record = {"group": group, "actors": actors, "dtensor": dtensor}[kind]()
-    answer(cases, drain, lambda order: record(order["record"]))
+    answer(cases, drain, lambda order: record(order["record"]) if "record" in order else None)
 
 
 if __name__ == "__main__":

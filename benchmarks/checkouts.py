@@ -39,9 +39,9 @@ def free_port() -> int:
 
 
 class Contender:
-    """The runner of a checkout: one process, or one for each rank."""
+    """The runner of a checkout: one process, or one for each rank. ``variables`` are added to their environment."""
 
-    def __init__(self, checkout: Path, kind: str, runner: Path = RUNNER) -> None:
+    def __init__(self, checkout: Path, kind: str, runner: Path = RUNNER, **variables: str) -> None:
         size, port = PROCESSES[kind], free_port()
         self._processes = [
             subprocess.Popen(
@@ -54,6 +54,7 @@ class Contender:
                     "MASTER_PORT": str(port),
                     "RANK": str(rank),
                     "WORLD_SIZE": str(size),
+                    **variables,
                 },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -3,10 +3,14 @@
     python benchmarks/telemetry.py [--starts 5] [--rounds 20] [--only PART ...] [--out FILE]
     chrt -r 1 python benchmarks/telemetry.py        # on a machine with other load
 
-Paths: the same processes stop and resume the recording, which has the same effect on a path as MONARCH_TELEMETRY. A
-round measures with recording, without, and without a second time, in random order. The ratio of a start is the median
-of its rounds' ratios to the first measurement without. Each start has new processes. The table has the median of the
-starts, and their range. The ratio of both measurements without recording shows the noise of the machine.
+Paths: the same processes pause and resume the recording. A round measures with recording, without, and without a
+second time, in random order. The ratio of a start is the median of its rounds' ratios to the first measurement without.
+Each start has new processes. The table has the median of the starts, and their range. The ratio of both measurements
+without recording shows the noise of the machine.
+
+Settings: the same between processes with MONARCH_TELEMETRY=1, 0, and 0 a second time, which run in turn. A paused
+process still passes the arguments of its events; one with the setting does not. But two processes differ by some
+percent with the same setting, so only the median of many starts says something.
 
 Events: nanoseconds of one event, from Python. The floor is a call of the core that only reads the clock.
 
@@ -18,7 +22,7 @@ is a query of no table.
 
 Engines: milliseconds of the same command with --engine, over recordings of simulated processes with 64 events each.
 
-Parts: paths, events, readers, queries, engines.
+Parts: paths, settings, events, readers, queries, engines.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ RUNNER = Path(__file__).with_name("_telemetry_runner.py")
 PROGRAM = Path(__file__).with_name("_telemetry_program.py")
 SIMULATED = Path(__file__).with_name("_simulated_recording.py")
 SIMULATED_EVENTS = 64
-PARTS = ["paths", "events", "readers", "queries", "engines"]
+PARTS = ["paths", "settings", "events", "readers", "queries", "engines"]
 
 Starts = dict[str, list[dict[str, list[float]]]]
 """Case -> for each start the seconds of each round, by state of the recording."""
@@ -93,6 +97,27 @@ def measure_paths(starts: int, rounds: int) -> Starts:
                     found[case].append(times)
             finally:
                 runner.close()
+    return found
+
+
+def measure_settings(starts: int, rounds: int) -> Starts:
+    """Return the times of processes with and without the setting."""
+    found: Starts = defaultdict(list)
+    for _ in range(starts):
+        for kind, cases in KINDS.items():
+            with contextlib.ExitStack() as stack:
+                runners = {}
+                for name in random.sample(list(STATES), len(STATES)):
+                    runners[name] = Contender(ROOT, kind, RUNNER, MONARCH_TELEMETRY=str(int(STATES[name])))
+                    stack.callback(runners[name].close)
+                for case in cases:
+                    times: dict[str, list[float]] = {name: [] for name in STATES}
+                    for number in range(rounds + 1):
+                        for name in random.sample(list(STATES), len(STATES)):
+                            took = runners[name].measure(case, count=CALLS[case])
+                            if number:  # the first round warms up
+                                times[name].append(took)
+                    found[case].append(times)
     return found
 
 
@@ -335,6 +360,10 @@ def main() -> None:
         sections.append(f"## Hot paths\n\n{paths_table(measure_paths(args.starts, args.rounds))}")
         calls = ", ".join(f"{count} of {case}" for case, count in CALLS.items())
         sections.append(f"{args.starts} starts of {args.rounds} rounds. Calls in a round: {calls}.")
+    if "settings" in parts:
+        table = paths_table(measure_settings(args.starts, args.rounds))
+        sections.append(f"## Hot paths, by MONARCH_TELEMETRY\n\n{table}")
+        sections.append(f"{args.starts} starts of {args.rounds} rounds.")
     if "events" in parts:
         sections.append(f"## Events\n\n{events_table(measure_events())}")
     if "readers" in parts:

@@ -35,10 +35,13 @@ std::mutex& cell_lock() {
 }
 
 std::atomic<std::uint32_t> threads{0};
+std::atomic<Slot*> paused{nullptr};
 
 // The slot belongs to the parent. Locks may be held by a thread that the child does not have.
 void in_forked_child() {
-  if (Slot* const parents = slot.exchange(nullptr)) munmap(parents, slot_bytes);
+  for (auto* const each : {&slot, &paused}) {
+    if (Slot* const parents = each->exchange(nullptr)) munmap(parents, slot_bytes);
+  }
   new (&names()) Names;
   new (&cell_lock()) std::mutex;
 }
@@ -140,6 +143,12 @@ void set_identity(std::uint64_t identity) {
   if (Slot* const here = slot.load(std::memory_order_acquire)) here->identity = identity;
 }
 
-void forget_slot() { slot.store(nullptr, std::memory_order_release); }
+void pause_recording() {
+  if (Slot* const here = slot.exchange(nullptr)) paused.store(here);
+}
+
+void resume_recording() {
+  if (Slot* const here = paused.exchange(nullptr)) slot.store(here, std::memory_order_release);
+}
 
 }  // namespace monarch::telemetry

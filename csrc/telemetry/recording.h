@@ -193,7 +193,8 @@ void use_slot(int descriptor, std::size_t index, std::string_view label);
 // Say how events of other processes refer to this one.
 void set_identity(std::uint64_t identity);
 
-// Record nothing any more. A fork of this process does so by itself.
-void forget_slot();
+// Record nothing until resume_recording. A fork of this process records nothing by itself. Both are for measurements.
+void pause_recording();
+void resume_recording();
 
 }  // namespace monarch::telemetry

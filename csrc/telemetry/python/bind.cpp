@@ -172,7 +172,8 @@ void bind_telemetry(py::module_& m) {
   m.def("use_recording", &use_slot, py::arg("descriptor"), py::arg("slot"), py::arg("label"),
         "Record what this process does into a slot of a recording area.");
   m.def("set_recording_identity", &set_identity, py::arg("identity"));
-  m.def("stop_recording", &forget_slot, "Record nothing any more.");
+  m.def("pause_recording", &pause_recording, "Record nothing until resume_recording.");
+  m.def("resume_recording", &resume_recording);
   m.def("is_recording", &is_recording);
   m.def("intern_name", &intern, py::arg("name"), "Number of a name in the slot; 0 without room or without a slot.");
   m.def("record_text", &record_text, py::arg("text"), "Number of a text that later texts overwrite, in place of a name's.");
