@@ -13,7 +13,6 @@ from monarch_backend._actor.actor import Actor, endpoint
 from monarch_backend._processes.debugging import client
 from monarch_backend._processes.debugging.client import WaitingProcess
 from monarch_backend._telemetry import (
-    gpu_memory,
     late_ranks,
     process_signals,
     profile_result,
@@ -30,6 +29,7 @@ from monarch_backend._telemetry.programs import Process, Program, of_pid, progra
 from monarch_backend._telemetry.rates import ProcessKey, RateMeter, Rates
 from monarch_backend._telemetry.reader import EventFilter
 from monarch_backend._telemetry.stacks import Stacks
+from monarch_backend._telemetry.subject import add_unrecorded
 
 NAME = "monarch reader"
 """Name of the mesh of a reader. Its processes are left out of all that is read."""
@@ -79,8 +79,7 @@ class HostReader(Actor):
         if not found.programs and pids is None:
             found.unread.append(Unread(self._root, "the host's daemon", "it records nothing, or has ended"))
         if with_late:
-            late_ranks.add_to(found.programs)
-            gpu_memory.add_to(found.programs)
+            add_unrecorded(found.programs)
         found.seen_from(self._host, ahead_ns)
         found.clock_error_ns = error_ns
         return found

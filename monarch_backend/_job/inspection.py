@@ -30,7 +30,7 @@ from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._processes.debugging import client
 from monarch_backend._processes.debugging.client import WaitingProcess
-from monarch_backend._telemetry import gpu_memory, late_ranks, process_signals, profiles, program_recording
+from monarch_backend._telemetry import late_ranks, process_signals, profiles, program_recording
 from monarch_backend._telemetry.profile_result import ProfileResult, take_here
 from monarch_backend._telemetry.profiles import Profile
 from monarch_backend._telemetry.program_output import LineFilter, Lines
@@ -40,7 +40,7 @@ from monarch_backend._telemetry.py_spy import RECORD_GRACE_S, PySpyError
 from monarch_backend._telemetry.rates import ProcessKey, RateMeter, Rates
 from monarch_backend._telemetry.reader import ALL_EVENTS, EventFilter
 from monarch_backend._telemetry.stacks import Stacks
-from monarch_backend._telemetry.subject import Member, ThisMachine
+from monarch_backend._telemetry.subject import Member, ThisMachine, add_unrecorded
 from monarch_backend._transport.network.auth import read_secret
 
 TIMEOUT_S = 15.0
@@ -222,8 +222,7 @@ class Inspection:
         else:
             here = program_recording.read_programs([each for each in of if not each.host], wanted)
         if with_late:
-            late_ranks.add_to(here.programs)
-            gpu_memory.add_to(here.programs)
+            add_unrecorded(here.programs)
         for each in found:
             here.add(each)
         here.unread += unread

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 
 from monarch_backend._core.package_folder import PACKAGE_FOLDER
-from monarch_backend._telemetry.labels import fold_labels
+from monarch_backend._telemetry.labels import fold_labels, pids_in_words
 from monarch_backend._telemetry.programs import Process
 from monarch_backend._telemetry.stacks import Frame, Stacks, Task, Thread
 
@@ -22,14 +22,18 @@ def fold(read: list[tuple[Process, Stacks]], *, all_threads: bool = False) -> di
 
 def heading(processes: list[Process]) -> str:
     """Return the labels of processes in short, with the pids of the first ones."""
-    pids = [str(each.pid) for each in processes[:8]] + ["..."] * (len(processes) > 8)
-    return f"{fold_labels([each.label for each in processes])} (pid{'s' * (len(pids) > 1)} {', '.join(pids)}):"
+    return f"{fold_labels([each.label for each in processes])} ({pids_in_words([each.pid for each in processes])}):"
 
 
 def _block(stacks: Stacks, all_threads: bool) -> str:
     if stacks.problem:
         return f"    no stack: {stacks.problem}"
-    shown = [each for each in reversed(stacks.threads) if (all_threads or not each.is_runtime)]
+    main = stacks.threads[-1] if stacks.threads else None
+    shown = [
+        each
+        for each in reversed(stacks.threads)
+        if all_threads or not (each.is_runtime or (each.is_of_multiprocessing and each is not main))
+    ]
     unread = [f"    {stacks.unread_tasks}"] if stacks.unread_tasks else []
     if not shown:
         return unread[0] if unread else "    runs no code of the program: it waits for messages"

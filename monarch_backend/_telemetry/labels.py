@@ -82,6 +82,16 @@ def is_wanted(label: str, pid: int, ranks: Sequence[str] | None) -> bool:
     return ranks is None or any(is_among(label, pid, each) for each in ranks)
 
 
+def pids_in_words(pids: Sequence[int]) -> str:
+    """Return the first eight pids in words.
+
+    >>> pids_in_words([17]), pids_in_words(range(1, 10))
+    ('pid 17', 'pids 1, 2, 3, 4, 5, 6, 7, 8, ...')
+    """
+    first = [str(each) for each in pids[:8]] + ["..."] * (len(pids) > 8)
+    return f"pid{'s' * (len(pids) > 1)} {', '.join(first)}"
+
+
 def numbers_of(text: str) -> set[int]:
     """Return the numbers in a text such as "0,2-3". Raises ValueError.
 

@@ -60,11 +60,19 @@ class Process:
 
 
 @dataclass
+class ChildProcess(Process):
+    """A process that the process ``parent`` has started by itself, or one of its children has. It records nothing."""
+
+    is_python: bool = True
+
+
+@dataclass
 class Program:
     """A program: its own process comes first in ``processes``. ``host``: where it runs, "" for this machine.
 
     ``starting`` has processes that are being started. ``parent`` is the pid of the starter, and ``pid`` is None until
-    the fork server has made the process. late_ranks.py fills ``late`` and ``slow``, where asked.
+    the fork server has made the process. late_ranks.py fills ``late`` and ``slow``, where asked, and child_processes.py
+    fills ``children``.
     """
 
     pid: int
@@ -74,6 +82,7 @@ class Program:
     late: list[dict[str, Any]] = field(default_factory=list)
     slow: list[dict[str, Any]] = field(default_factory=list)
     starting: list[dict[str, Any]] = field(default_factory=list)
+    children: list[ChildProcess] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.pid} ({self.command[:60]})"
@@ -187,7 +196,7 @@ def _starting(area: Area) -> list[dict[str, Any]]:
 
 def _process(recorded: RecordedProcess, owner: int) -> Process:
     now, is_alive = time.monotonic_ns(), recorded.state == SlotState.ALIVE
-    memory, cpu, state = _usage(recorded.pid) if is_alive else (None, None, ENDED)
+    memory, cpu, state = usage(recorded.pid) if is_alive else (None, None, ENDED)
     return Process(
         pid=recorded.pid,
         label=recorded.label,
@@ -238,7 +247,7 @@ def _activity(activity: Activity, now: int, is_alive: bool, identity: int) -> di
     }
 
 
-def _usage(pid: int) -> tuple[int | None, float | None, str]:
+def usage(pid: int) -> tuple[int | None, float | None, str]:
     """Return the resident memory, the processor time and the state of a process that has not ended."""
     try:
         with open(f"/proc/{pid}/statm") as file:

@@ -9,6 +9,7 @@ while another thread runs Python code: csrc/telemetry/stack_signal.h says how.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import faulthandler
 import fcntl
 import os
@@ -72,6 +73,14 @@ def _in_forked_child() -> None:
         faulthandler.unregister(stack_signal())
         os.close(_installed[1])
         _installed = None
+        if (util := sys.modules.get("multiprocessing.util")) is not None:
+            util.register_after_fork(install, _install_in_worker)  # has an effect in processes of multiprocessing only
+
+
+def _install_in_worker(_: object) -> None:
+    """Let a process that multiprocessing has forked, such as a worker of a DataLoader, write its stacks, too."""
+    with contextlib.suppress(OSError, RuntimeError):  # no descriptor, memory or thread left
+        install()
 
 
 fork.register(fork.Step.RECORDING, after_in_child=_in_forked_child)

@@ -31,7 +31,9 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(mo
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _START = os.path.join(PACKAGE_FOLDER, "_processes") + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
+_MULTIPROCESSING = os.path.join(_STDLIB, "multiprocessing") + os.sep
 _SITE = _STDLIB + "site-packages" + os.sep
+_FORK = os.path.join(_MULTIPROCESSING, "popen_fork.py")
 _TORCHRUN = "/torch/distributed/elastic/", "/torch/distributed/launcher/", "/torch/distributed/run.py"
 
 
@@ -83,6 +85,13 @@ class Thread:
     def is_runtime(self) -> bool:
         """Whether the thread runs nothing of the program."""
         return any(frame.is_runtime for frame in self.frames) and not any(frame.is_user for frame in self.frames)
+
+    @property
+    def is_of_multiprocessing(self) -> bool:
+        """Whether the thread runs only code of multiprocessing, such as the feeder of a queue."""
+        return any(frame.file.startswith(_MULTIPROCESSING) for frame in self.frames) and not any(
+            frame.is_user or frame.is_runtime for frame in self.frames
+        )
 
     @property
     def innermost(self) -> Frame | None:
@@ -200,7 +209,14 @@ def parse(text: str) -> list[Thread]:
 
 
 def _without_start(frames: list[Frame]) -> list[Frame]:
-    """Drop the one-line program that starts a process of a mesh: it looks like the user's `python -c`."""
+    """Drop calls that a process has not made itself, the outermost first.
+
+    A process of a mesh is started by a one-line program, which looks like the user's `python -c`. A worker of
+    multiprocessing has the calls of the process that has forked it.
+    """
+    for place, frame in enumerate(frames):
+        if frame.function == "_launch" and frame.file == _FORK:
+            return frames[place + 1 :]
     starts = len(frames) > 1 and frames[0].file == "<string>" and frames[1].file.startswith(_START)
     return frames[1:] if starts else frames
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from monarch_backend._telemetry import (
+    child_processes,
     gpu_memory,
     late_ranks,
     process_signals,
@@ -76,6 +77,13 @@ class Subject(Protocol):
         """Return a flame graph of a process as SVG. It takes ``seconds``. Raises PySpyError."""
 
 
+def add_unrecorded(chosen: Sequence[Program]) -> None:
+    """Add what programs of this machine do not record: late and slow ranks, GPU memory and child processes."""
+    late_ranks.add_to(chosen)
+    gpu_memory.add_to(chosen)
+    child_processes.add_to(chosen)
+
+
 class ThisMachine:
     """The programs of this machine that a name stands for, as `programs.select` has it."""
 
@@ -96,8 +104,7 @@ class ThisMachine:
     def programs(self) -> tuple[list[Program], list[Unread]]:
         """See `Subject`."""
         chosen = programs.select(self._name)
-        late_ranks.add_to(chosen)
-        gpu_memory.add_to(chosen)
+        add_unrecorded(chosen)
         return chosen, []
 
     def look(self) -> tuple[list[Program], dict[ProcessKey, Rates], list[Unread]]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._telemetry.labels import fold_numbers
+from monarch_backend._telemetry.labels import fold_numbers, pids_in_words
 from monarch_backend.cli.arguments import add_program, fail, nothing_there
 
 if TYPE_CHECKING:
@@ -92,8 +92,21 @@ def as_text(program: Program, others: Iterable[Program] = ()) -> str:
         indent = "" if process.parent == 0 else "  "
         lines.append(f"{indent}{_process_line(process, program)}")
         lines += [f"{indent}    {_activity_line(activity, runs)}" for activity in actors_joined(process.activities)]
+        lines += [f"{indent}    {each}" for each in _child_lines(process, program)]
     lines += [f"  {_starting_line(each)}" for each in program.starting]
     return "\n".join([*lines, *findings(program)])
+
+
+def _child_lines(process: Process, program: Program) -> list[str]:
+    """Return a line for each kind of child processes of a process: those of one name and state."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for child in program.children:
+        if child.parent == process.pid:
+            kinds.setdefault((child.label.removesuffix(f" of {process.label}"), child.state), []).append(child.pid)
+    return [
+        f"{len(pids)} child process{'es' * (len(pids) > 1)} {name} ({pids_in_words(pids)}, {state})"
+        for (name, state), pids in kinds.items()
+    ]
 
 
 def _starting_line(process: dict[str, Any]) -> str:

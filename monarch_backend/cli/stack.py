@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             chosen, unread = there.programs()
             found = [(program, _selected(program, args.ranks)) for program in chosen]
             if args.ranks is not None and not any(processes for _, processes in found):
-                labels = ", ".join(each.label for program in chosen for each in program.processes)
+                labels = ", ".join(each.label for program in chosen for each in (*program.processes, *program.children))
                 there_are = f"there are: {labels}" if labels else nothing_there(args.program)
                 raise LookupError(f"no process is {in_words(args.ranks)}; {there_are}")
             read = []
@@ -62,7 +62,13 @@ def run(args: argparse.Namespace) -> int:
 def _selected(program: Program, ranks: list[str] | None) -> list[Process]:
     from monarch_backend._telemetry.programs import ENDED
 
-    return [each for each in program.processes if each.state != ENDED and is_wanted(each.label, each.pid, ranks)]
+    chosen = [each for each in program.processes if each.state != ENDED and is_wanted(each.label, each.pid, ranks)]
+    pids = {each.pid for each in chosen}
+    return chosen + [
+        each
+        for each in program.children
+        if each.is_python and (each.parent in pids or is_wanted(each.label, each.pid, ranks))
+    ]
 
 
 def as_text(program: Program, read: list[tuple[Process, Stacks]], *, all_threads: bool = False) -> str:

@@ -61,7 +61,7 @@ def test_shown_lines_tell_the_cause(title: str, tmp_path: Path) -> None:
                 run.kill()
 
 
-def test_page_has_the_eleven_causes() -> None:
-    assert len(SECTIONS) == 11
+def test_page_has_the_twelve_causes() -> None:
+    assert len(SECTIONS) == 12
     anchors = re.findall(r"\]\(#(.*?)\)", PAGE)
     assert anchors == [re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in SECTIONS]
