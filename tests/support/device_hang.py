@@ -1,0 +1,47 @@
+"""A program whose rank waits for a device that computes for minutes, for tests of what others see of it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.running_script import running_script
+
+COMPUTATIONS = {
+    "cuda": "torch.cuda._sleep(1 << 42)",  # cycles: at least half an hour
+    "xla": "for _ in range(1000): x = x @ x",
+}
+SCRIPT = """
+import sys
+import torch
+from monarch_backend.actor import Actor, endpoint, this_host
+
+
+class Trainer(Actor):
+    @endpoint
+    def step(self):
+        if "{device}" == "xla":
+            import torch_xla
+        x = torch.ones(4096, 4096).to("{device}")
+        {computation}
+        print("began", flush=True)
+        return x[0, 0].item()
+
+
+if __name__ == "__main__":
+    procs = this_host().spawn_procs({{"devices": 1}}, name="trainers")
+    procs.spawn("trainer", Trainer).step.broadcast()
+    sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def waiting_program(folder: Path, device: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the program until its rank has started the computation. It is killed with the block."""
+    source = SCRIPT.format(device=device, computation=COMPUTATIONS[device])
+    with running_script(folder / "device_hang.py", source) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().split()[-1:] == ["began"]
+        yield process
