@@ -52,14 +52,14 @@ def _lines(actor: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip().startswith(f"{actor} rank 0: ")]
 
 
-def test_messages_without_a_cell_are_recorded_with_their_ends(procs: ProcMesh, tmp_path: Path) -> None:
+def test_messages_without_a_cell_are_recorded_with_their_ends(procs: ProcMesh, gates: Path) -> None:
     actor = procs.spawn("many", Concurrent)
-    waits = [actor.wait_for.call_one(str(tmp_path / "go")) for _ in range(MANY)]
+    waits = [actor.wait_for.call_one(str(gates / "go")) for _ in range(MANY)]
     for _ in range(3):
         with pytest.raises(ActorError):
             actor.fail.call_one().get(PATIENCE)
-    assert _messages("many")["fail", "failed"] == 3
-    (tmp_path / "go").touch()
+    wait_until(lambda: _messages("many")["fail", "failed"] == 3, PATIENCE)
+    (gates / "go").touch()
     for each in waits:
         each.get(PATIENCE)
     actor.fail.call_one().exception(PATIENCE)  # the recording of the ends before it is complete
@@ -72,10 +72,10 @@ def test_messages_without_a_cell_are_recorded_with_their_ends(procs: ProcMesh, t
     actor.stop().get(PATIENCE)
 
 
-def test_done_messages_of_a_concurrent_actor_are_counted_once(procs: ProcMesh, tmp_path: Path) -> None:
+def test_done_messages_of_a_concurrent_actor_are_counted_once(procs: ProcMesh, gates: Path) -> None:
     actor = procs.spawn("counted", Concurrent)
     actor.fail.call_one().exception(PATIENCE)
-    waits = [actor.wait_for.call_one(str(tmp_path / "go")) for _ in range(MANY)]
+    waits = [actor.wait_for.call_one(str(gates / "go")) for _ in range(MANY)]
     for _ in range(3):
         actor.fail.call_one().exception(PATIENCE)
     wait_until(lambda: _counts("counted")[1:] == (4, 0), PATIENCE)
@@ -83,7 +83,7 @@ def test_done_messages_of_a_concurrent_actor_are_counted_once(procs: ProcMesh, t
     assert first.endswith(", 4 done")
     assert len(others) > 1
     assert not any("done" in line for line in others)
-    (tmp_path / "go").touch()
+    (gates / "go").touch()
     for each in waits:
         each.get(PATIENCE)
     wait_until(lambda: _counts("counted") == (0, MANY + 4, 0), PATIENCE)
@@ -92,19 +92,19 @@ def test_done_messages_of_a_concurrent_actor_are_counted_once(procs: ProcMesh, t
     actor.stop().get(PATIENCE)
 
 
-def test_queue_behind_several_open_messages_is_shown_once(procs: ProcMesh, tmp_path: Path) -> None:
+def test_queue_behind_several_open_messages_is_shown_once(procs: ProcMesh, gates: Path) -> None:
     actor = procs.spawn("queued", Concurrent)
-    waits = [actor.wait_for.call_one(str(tmp_path / "wait")) for _ in range(3)]
-    held = [actor.hold.call_one(str(tmp_path / "hold")) for _ in range(6)]
+    waits = [actor.wait_for.call_one(str(gates / "wait")) for _ in range(3)]
+    held = [actor.hold.call_one(str(gates / "hold")) for _ in range(6)]
     wait_until(lambda: _counts("queued") == (4, 0, 5), PATIENCE)
     assert _lines("queued")[0].endswith(", 0 done, 5 in the queue")
-    (tmp_path / "wait").touch()
+    (gates / "wait").touch()
     for each in waits:
         each.get(PATIENCE)
     wait_until(lambda: _counts("queued") == (1, 3, 5), PATIENCE)
     [line] = _lines("queued")
     assert line.endswith(", 3 done, 5 in the queue")
-    (tmp_path / "hold").touch()
+    (gates / "hold").touch()
     for each in held:
         each.get(PATIENCE)
     actor.stop().get(PATIENCE)

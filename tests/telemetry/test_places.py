@@ -91,14 +91,14 @@ def _place(actor: str) -> str:
     return ""
 
 
-def test_line_of_a_constructor_beside_another_actor(procs: ProcMesh, tmp_path: Path) -> None:
+def test_line_of_a_constructor_beside_another_actor(procs: ProcMesh, gates: Path) -> None:
     other = procs.spawn("idle", Other)
     other.answer.call_one().get(PATIENCE)
-    actor = procs.spawn("constructed", Constructed, str(tmp_path / "go"))
+    actor = procs.spawn("constructed", Constructed, str(gates / "go"))
     answer = actor.answer.call_one()
     place = wait_until(lambda: _place("constructed"), PATIENCE)
     assert re.search(r"at \S*test_places\.py:\d+ in __init__ ", place)
-    (tmp_path / "go").touch()
+    (gates / "go").touch()
     answer.get(PATIENCE)
     for each in (actor, other):
         each.stop().get(PATIENCE)
@@ -107,9 +107,9 @@ def test_line_of_a_constructor_beside_another_actor(procs: ProcMesh, tmp_path: P
 @pytest.mark.parametrize(("name", "line"), [("step", "in step"), ("slow_step", "in slow_wrapper")])
 @pytest.mark.parametrize("other_is_busy", [False, True])
 def test_line_of_a_decorated_endpoint_beside_another_actor(
-    other_is_busy: bool, name: str, line: str, procs: ProcMesh, tmp_path: Path
+    other_is_busy: bool, name: str, line: str, procs: ProcMesh, gates: Path
 ) -> None:
-    path = str(tmp_path / "go")
+    path = str(gates / "go")
     other, actor = procs.spawn("other", Other), procs.spawn("decorated", Decorated)
     calls = [
         getattr(actor, name).call_one(path),
@@ -120,7 +120,7 @@ def test_line_of_a_decorated_endpoint_beside_another_actor(
     else:
         calls.pop().get(PATIENCE)
     assert re.search(rf"at \S*test_places\.py:\d+ {line} ", wait_until(lambda: _place("decorated"), PATIENCE))
-    (tmp_path / "go").touch()
+    (gates / "go").touch()
     for each in calls:
         each.get(PATIENCE)
     for mesh in (actor, other):

@@ -34,28 +34,28 @@ def _queue(actor: str) -> int | None:
     return shown[0] if shown else None
 
 
-def test_queue_behind_a_concurrent_message_gets_shorter(procs: ProcMesh, tmp_path: Path) -> None:
+def test_queue_behind_a_concurrent_message_gets_shorter(procs: ProcMesh, gates: Path) -> None:
     actor = procs.spawn("concurrent", Async)
-    running = actor.wait_for.call_one(str(tmp_path / "go"))
+    running = actor.wait_for.call_one(str(gates / "go"))
     wait_until(lambda: _queue("concurrent") == 0, PATIENCE)
     for each in [actor.pass_by.call_one() for _ in range(20)]:
         each.get(PATIENCE)
     wait_until(lambda: _queue("concurrent") == 0, PATIENCE)
-    (tmp_path / "go").touch()
+    (gates / "go").touch()
     running.get(PATIENCE)
     actor.stop().get(PATIENCE)
 
 
 @pytest.mark.parametrize("cls", [Plain, Async])
-def test_messages_behind_a_running_one_are_shown(cls: type[Actor], procs: ProcMesh, tmp_path: Path) -> None:
+def test_messages_behind_a_running_one_are_shown(cls: type[Actor], procs: ProcMesh, gates: Path) -> None:
     actor = procs.spawn(cls.__name__, cls)
-    running = actor.hold.call_one(str(tmp_path / "go"))
+    running = actor.hold.call_one(str(gates / "go"))
     wait_until(lambda: _queue(cls.__name__) == 0, PATIENCE)
     queued = []
     for count, shown in ((1, 1), (5, 5), (8, 8), (20, 16)):
         queued += [actor.pass_by.call_one() for _ in range(count - len(queued))]
         wait_until(lambda shown=shown: _queue(cls.__name__) == shown, PATIENCE)  # type: ignore[misc]
-    (tmp_path / "go").touch()
+    (gates / "go").touch()
     for each in [running, *queued]:
         each.get(PATIENCE)
     wait_until(lambda: _queue(cls.__name__) is None, PATIENCE)

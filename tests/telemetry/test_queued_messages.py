@@ -57,10 +57,10 @@ def _held(actor: Any, path: Path) -> tuple[Future[Any], list[Future[Any]]]:
 
 
 @pytest.mark.parametrize("cls", [Plain, Async])
-def test_messages_in_the_queue_are_rows_until_they_start(cls: type[Actor], procs: ProcMesh, tmp_path: Path) -> None:
+def test_messages_in_the_queue_are_rows_until_they_start(cls: type[Actor], procs: ProcMesh, gates: Path) -> None:
     name = f"starts_{cls.__name__}"
     actor = procs.spawn(name, cls)
-    held, calls = _held(actor, tmp_path / "go")
+    held, calls = _held(actor, gates / "go")
     actor.pass_by.broadcast()
     wait_until(lambda: _statuses(name)["pass_by", "queued"] == 8, PATIENCE)
     assert _statuses(name)["hold", "active"] == 2
@@ -74,7 +74,7 @@ def test_messages_in_the_queue_are_rows_until_they_start(cls: type[Actor], procs
     assert _rows(f"select handled from sent_messages where actor = '{name}' and call is not null") == [
         (2,), (2,), (0,), (0,), (0,)
     ]  # fmt: skip
-    (tmp_path / "go").touch()
+    (gates / "go").touch()
     for each in [held, *calls, actor.pass_by.call()]:
         each.get(PATIENCE)
     wait_until(lambda: _statuses(name) == {("pass_by", "complete"): 12, ("hold", "complete"): 2}, PATIENCE)
@@ -83,10 +83,10 @@ def test_messages_in_the_queue_are_rows_until_they_start(cls: type[Actor], procs
 
 
 @pytest.mark.parametrize("cls", [Plain, Async])
-def test_calls_cancelled_in_the_queue_are_cancelled_messages(cls: type[Actor], procs: ProcMesh, tmp_path: Path) -> None:
+def test_calls_cancelled_in_the_queue_are_cancelled_messages(cls: type[Actor], procs: ProcMesh, gates: Path) -> None:
     name = f"cancels_{cls.__name__}"
     actor = procs.spawn(name, cls)
-    held, calls = _held(actor, tmp_path / "never")
+    held, calls = _held(actor, gates / "never")
     wait_until(lambda: _statuses(name)["pass_by", "queued"] == 6, PATIENCE)
     calls[0].cancel()
     wait_until(lambda: _statuses(name)["pass_by", "cancelled"] == 2, PATIENCE)
@@ -101,26 +101,26 @@ def test_calls_cancelled_in_the_queue_are_cancelled_messages(cls: type[Actor], p
     actor.stop().get(PATIENCE)
 
 
-def test_messages_that_run_without_a_cell_are_active(procs: ProcMesh, tmp_path: Path) -> None:
+def test_messages_that_run_without_a_cell_are_active(procs: ProcMesh, gates: Path) -> None:
     actor = procs.slice(gpus=0).spawn("many_run", Async)
-    waits = [actor.wait_for.call_one(str(tmp_path / "go")) for _ in range(MANY)]
+    waits = [actor.wait_for.call_one(str(gates / "go")) for _ in range(MANY)]
     wait_until(lambda: _statuses("many_run") == {("wait_for", "active"): MANY}, PATIENCE)
     assert set(_rows("select handled from sent_messages where actor = 'many_run'")) == {(1,)}
-    (tmp_path / "go").touch()
+    (gates / "go").touch()
     for each in waits:
         each.get(PATIENCE)
     wait_until(lambda: _statuses("many_run") == {("wait_for", "complete"): MANY}, PATIENCE)
     actor.stop().get(PATIENCE)
 
 
-def test_queued_messages_of_an_aborted_actor_are_lost(procs: ProcMesh, tmp_path: Path) -> None:
+def test_queued_messages_of_an_aborted_actor_are_lost(procs: ProcMesh, gates: Path) -> None:
     actor = procs.slice(gpus=0).spawn("ends", Async)
     actor.pass_by.call_one().get(PATIENCE)
-    held = actor.hold.call_one(str(tmp_path / "go"))
+    held = actor.hold.call_one(str(gates / "go"))
     calls = [actor.pass_by.call_one() for _ in range(2)]
     wait_until(lambda: _statuses("ends")["pass_by", "queued"] == 2, PATIENCE)
     ended = actor.abort()
-    (tmp_path / "go").touch()
+    (gates / "go").touch()
     for each in [held, *calls]:
         each.exception(PATIENCE)
     ended.get(PATIENCE)
@@ -128,9 +128,9 @@ def test_queued_messages_of_an_aborted_actor_are_lost(procs: ProcMesh, tmp_path:
     assert _statuses("ends")["pass_by", "queued"] == 0
 
 
-def test_conditions_leave_rows_of_queued_messages_as_they_are(procs: ProcMesh, tmp_path: Path) -> None:
+def test_conditions_leave_rows_of_queued_messages_as_they_are(procs: ProcMesh, gates: Path) -> None:
     actor = procs.spawn("narrow", Plain)
-    held = actor.hold.call(str(tmp_path / "go"))
+    held = actor.hold.call(str(gates / "go"))
     calls = [actor.pass_by.call() for _ in range(2)]
     wait_until(lambda: _statuses("narrow")["pass_by", "queued"] == 4, PATIENCE)
     [(pid,)] = set(_rows("select to_pid from messages where actor = 'narrow' and rank = 0"))
@@ -141,7 +141,7 @@ def test_conditions_leave_rows_of_queued_messages_as_they_are(procs: ProcMesh, t
     )
     assert Counter(narrowed) == Counter(whole)
     assert [row[1] for row in narrowed].count("queued") == 2
-    (tmp_path / "go").touch()
+    (gates / "go").touch()
     for each in [held, *calls]:
         each.get(PATIENCE)
     actor.stop().get(PATIENCE)
