@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from typing import IO
 
 import msgspec
 
+from monarch_backend._core import fork
 from monarch_backend._core.env import without_secrets
 from monarch_backend._processes import interpreter_args, local_sockets
 from monarch_backend._processes.fork_server import Configuration
@@ -89,9 +91,19 @@ def connect(address: str) -> socket.socket:
     return sock
 
 
+_starting = threading.Lock()
+"""Held while a server is started. A fork waits for it.
+
+`subprocess.Popen` waits until all copies of a pipe are closed, and a fork would keep one.
+"""
+fork.register(
+    fork.Step.SPAWNERS, before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
+)
+
+
 def start_server(listener: socket.socket | None, preload: list[str], *, ignores_sigterm: bool = False) -> ForkServer:
     """Start a server, which inherits ``listener`` and dies with this thread. Raises OSError, RuntimeError."""
-    with contextlib.ExitStack() as passed, contextlib.ExitStack() as kept:
+    with _starting, contextlib.ExitStack() as passed, contextlib.ExitStack() as kept:
         if listener is not None:
             passed.enter_context(listener)
         ours, theirs = socket.socketpair()

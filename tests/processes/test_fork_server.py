@@ -28,7 +28,7 @@ import cloudpickle
 import msgspec
 import pytest
 
-from monarch_backend._processes import child_table, resource_limits, spawn_protocol
+from monarch_backend._processes import child_table, fork_server_client, resource_limits, spawn_protocol
 from monarch_backend._processes.spawn_protocol import Kill, Spawn, frame
 from monarch_backend._processes.spawner import Exited, Spawner, SpawnFailed, SpawnLimitError, Started
 from tests.processes import spawning
@@ -924,6 +924,32 @@ def test_the_end_of_a_program_is_the_end_of_its_processes(programs: Programs) ->
 def test_a_program_that_blocks_signals(programs: Programs) -> None:
     out = programs["blocks"].result()
     assert out.stdout.split() == ["0", "0"], out.stderr
+
+
+def test_a_fork_waits_until_a_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, forked = threading.Event(), threading.Event()
+    too_early: list[bool] = []
+    popen = subprocess.Popen
+
+    def start_slowly(*args: Any, **options: Any) -> Any:
+        begun.set()
+        too_early.append(forked.wait(0.2))
+        return popen(*args, **options)
+
+    monkeypatch.setattr(fork_server_client.subprocess, "Popen", start_slowly)
+    with ThreadPoolExecutor(1) as starter:
+        start = starter.submit(fork_server_client.start_server, None, [])
+        assert begun.wait(PATIENCE)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        forked.set()
+        os.waitpid(pid, 0)
+        server = start.result(PATIENCE)
+    assert too_early == [False]
+    assert server.process is not None
+    server.process.wait(PATIENCE)  # it ends with its starter's thread
+    server.close()
 
 
 def test_a_forked_copy_of_the_controller_has_no_spawner(host: Host) -> None:
