@@ -758,7 +758,10 @@ def wrap_dump_handler(signal: int, descriptor: int) -> None:
 def set_request_handler(handler: Callable[[int, int], object]) -> None:
     """Call this with the sender's pid when the stack signal is sent with a value."""
 
-def stop_recording() -> None: ...
+def pause_recording() -> None:
+    """Record nothing until resume_recording."""
+
+def resume_recording() -> None: ...
 def is_recording() -> bool: ...
 def intern_name(name: str) -> int:
     """Return the number of a name in the slot; 0 without room or without a slot."""

@@ -193,7 +193,7 @@ void use_slot(int descriptor, std::size_t index, std::string_view label);
 // Say how events of other processes refer to this one.
 void set_identity(std::uint64_t identity);
 
-// Record nothing until resume_recording. A fork of this process records nothing by itself. Both are for measurements.
+// Record nothing until resume_recording: for measurements. Cells that are released meanwhile stay taken.
 void pause_recording();
 void resume_recording();
 
