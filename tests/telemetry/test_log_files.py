@@ -14,6 +14,7 @@ from monarch_backend import cli
 from monarch_backend._core import platform
 from monarch_backend._telemetry import log_history, program_output
 from monarch_backend._telemetry.log_history import LogHistory
+from tests.support.running_script import running_script
 from tests.support.waiting import wait_until
 from tests.telemetry.programs import busy_program
 
@@ -160,25 +161,30 @@ def test_files_of_others_are_not_shown(folder: Path) -> None:
     assert program_output.ended_programs() == []
 
 
-def test_other_files_of_a_program_are_no_history(tmp_path: Path) -> None:
-    history = _history_of_a_program("kept")
-    with (tmp_path / "loss.history").open("w"):
-        reader = log_history.of_process(os.getpid())
-        assert reader is not None
-        with reader:
-            assert [line.text for line in reader.read()] == ["kept"]
-    history.close()
+KEEPER = """
+import sys
+from monarch_backend._telemetry import log_history
+other = open("loss.history", "w")
+history = log_history.make()
+history.append("gpus 0", 1, 1, b"kept")
+print("ready", flush=True)
+sys.stdin.readline()
+"""
 
 
-def test_removed_file_of_a_running_program_is_read(folder: Path) -> None:
-    history = _history_of_a_program("kept")
-    [path] = folder.iterdir()
-    path.unlink()
-    reader = log_history.of_process(os.getpid())
-    assert reader is not None
-    with reader:
-        assert [line.text for line in reader.read()] == ["kept"]
-    history.close()
+def test_history_of_a_running_program_is_read_also_from_a_removed_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with running_script(tmp_path / "keeper.py", KEEPER) as program:
+        assert program.stdout is not None and program.stdout.readline() == "ready\n"
+        for _ in range(2):
+            reader = log_history.of_process(program.pid)
+            assert reader is not None
+            with reader:
+                assert [line.text for line in reader.read()] == ["kept"]  # and not those of loss.history
+            for path in folder.iterdir():
+                path.unlink()
 
 
 def test_program_survives_that_its_file_is_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
