@@ -70,7 +70,7 @@ class HostReader(Actor):
     ) -> Recording:
         """Return what the processes have recorded, of programs with these pids or of all.
 
-        ``with_late``: the programs have their late and slow ranks.
+        ``with_late``: the programs have their late and slow ranks, GPU memory and child processes.
         """
         if wanted is not None and wanted.since_ns:
             wanted = replace(wanted, since_ns=max(1, wanted.since_ns + ahead_ns))

@@ -114,20 +114,25 @@ def fold_labels(labels: Iterable[str]) -> str:
     'gpus 0-1,3 of trainers; program train.py'
     >>> fold_labels(["gpus 0", "gpus 1", "gpus 2", "gpus 5"]), fold_labels(["hosts 0 gpus 1", "rank 2: train.py"])
     ('gpus 0-2,5', 'hosts 0 gpus 1; rank 2: train.py')
+    >>> fold_labels(["pt_data_worker of gpus 0 of trainers", "pt_data_worker of gpus 1 of trainers"])
+    'pt_data_worker of gpus 0-1 of trainers'
     >>> fold_labels(["rank 0: train.py", "rank 1: train.py"])
     'rank 0-1: train.py'
     """
     numbers: dict[tuple[str, str], list[int]] = {}
+    children: dict[str, list[str]] = {}  # name -> labels of their starters
     for label in labels:
         rank = _place(label)
         prefix, _, last = rank.rpartition(" ")
         if last.isdecimal() and prefix:
             numbers.setdefault((f"{prefix} ", label[len(rank) :]), []).append(int(last))
+        elif rank != label:
+            children.setdefault(rank, []).append(mesh_of(label))
         else:
             numbers.setdefault((label, ""), [])
-    return "; ".join(
-        f"{prefix}{fold_numbers(sorted(set(found)))}{suffix}" for (prefix, suffix), found in numbers.items()
-    )
+    parts = [f"{prefix}{fold_numbers(sorted(set(found)))}{suffix}" for (prefix, suffix), found in numbers.items()]
+    parts += [f"{name} of {each}" for name, found in children.items() for each in fold_labels(found).split("; ")]
+    return "; ".join(parts)
 
 
 def fold_numbers(numbers: Sequence[int]) -> str:

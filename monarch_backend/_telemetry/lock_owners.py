@@ -72,7 +72,7 @@ def with_locks(found: Stacks, asked: Sequence[Expression], locks: Sequence[Lock 
         text = f"the lock {expression.text}"
         if holders or lock.owner:
             owner = holders[0].thread.ident if holders else lock.owner
-            unknown = "a thread that Python has not started"
+            unknown = "a thread that Python has not started, that has ended, or that its parent had at the fork"
             owner_name = "this thread" if owner == thread.ident else names.get(owner, unknown)
             text += f", which {owner_name} has"
         if holders:

@@ -36,7 +36,7 @@ def install() -> bool:
 
     A Python without the GIL has none, either: py-spy reads it.
 
-    A fork of the process has none until it calls this function, too.
+    A fork of the process has none until it calls this function, too. Workers of multiprocessing do so.
     """
     global _installed
     if "t" in sys.abiflags:  # free-threaded: a dump would read frames that other threads change
@@ -49,7 +49,12 @@ def install() -> bool:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)  # readers truncate it
     # Not with chain=True: it lets system calls of other threads fail with EINTR.
     faulthandler.register(stack_signal(), descriptor, all_threads=True)
-    _native.wrap_dump_handler(stack_signal(), descriptor)
+    try:
+        _native.wrap_dump_handler(stack_signal(), descriptor)
+    except BaseException:
+        faulthandler.unregister(stack_signal())
+        os.close(descriptor)
+        raise
     _native.set_request_handler(_on_request)
     _installed = (os.getpid(), descriptor)
     return True
@@ -71,7 +76,8 @@ def _in_forked_child() -> None:
     global _installed
     if _installed is not None:
         faulthandler.unregister(stack_signal())
-        os.close(_installed[1])
+        with contextlib.suppress(OSError):  # the program has closed it
+            os.close(_installed[1])
         _installed = None
         if (util := sys.modules.get("multiprocessing.util")) is not None:
             util.register_after_fork(install, _install_in_worker)  # has an effect in processes of multiprocessing only

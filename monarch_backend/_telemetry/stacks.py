@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import os
 import re
 import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from monarch_backend import _native
 from monarch_backend._core.package_folder import PACKAGE_FOLDER
@@ -26,6 +28,9 @@ ANSWER_TIMEOUT_S = 1.0
 ASK_AGAIN_S = 0.25
 """Seconds after which the threads of a process that does not answer are asked, one after the other."""
 
+HAS_ENDED = "it has ended"
+"""Problem of a process that has ended."""
+
 _BEGIN, _END = (mark.encode() for mark in _native.dump_marks)
 _THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -33,7 +38,8 @@ _START = os.path.join(PACKAGE_FOLDER, "_processes") + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _MULTIPROCESSING = os.path.join(_STDLIB, "multiprocessing") + os.sep
 _SITE = _STDLIB + "site-packages" + os.sep
-_FORK = os.path.join(_MULTIPROCESSING, "popen_fork.py")
+_WORKER = os.path.join(_MULTIPROCESSING, "process.py")
+_INTERNAL_THREADS = "_feed", "_serve", "_handle_workers", "_handle_tasks", "_handle_results"
 _TORCHRUN = "/torch/distributed/elastic/", "/torch/distributed/launcher/", "/torch/distributed/run.py"
 
 
@@ -88,9 +94,10 @@ class Thread:
 
     @property
     def is_of_multiprocessing(self) -> bool:
-        """Whether the thread runs only code of multiprocessing, such as the feeder of a queue."""
-        return any(frame.file.startswith(_MULTIPROCESSING) for frame in self.frames) and not any(
-            frame.is_user or frame.is_runtime for frame in self.frames
+        """Whether multiprocessing has started the thread for itself, such as the feeder of a queue."""
+        return any(
+            frame.file.startswith(_MULTIPROCESSING) and frame.function.rpartition(".")[2] in _INTERNAL_THREADS
+            for frame in self.frames
         )
 
     @property
@@ -148,11 +155,11 @@ def read(pid: int, *, native: bool = False, timeout: float = ANSWER_TIMEOUT_S, w
     try:
         return Stacks(pid, parse(dump(pid, timeout)))
     except NoAnswerError as error:
-        if not with_py_spy or not is_alive(pid) or py_spy.find() is None:
+        if not with_py_spy:
             return Stacks(pid, problem=str(error))
         found = _with_py_spy(pid)
         if found.problem:
-            found.problem = f"{error}; {found.problem}"
+            found.problem = f"{error}; {found.problem}" if is_alive(pid) else HAS_ENDED
         return found
 
 
@@ -211,14 +218,16 @@ def parse(text: str) -> list[Thread]:
 def _without_start(frames: list[Frame]) -> list[Frame]:
     """Drop calls that a process has not made itself, the outermost first.
 
-    A process of a mesh is started by a one-line program, which looks like the user's `python -c`. A worker of
-    multiprocessing has the calls of the process that has forked it.
+    A worker of multiprocessing has the calls of the process that has forked it, or those that start a new interpreter.
+    A process of a mesh is started by a one-line program, which looks like the user's `python -c`.
     """
-    for place, frame in enumerate(frames):
-        if frame.function == "_launch" and frame.file == _FORK:
+    for place in reversed(range(len(frames))):
+        if frames[place].file == _WORKER and frames[place].function.endswith("_bootstrap"):
             return frames[place + 1 :]
-    starts = len(frames) > 1 and frames[0].file == "<string>" and frames[1].file.startswith(_START)
-    return frames[1:] if starts else frames
+    for place, (first, second) in enumerate(itertools.pairwise(frames)):
+        if first.file == "<string>" and second.file.startswith(_START):
+            return frames[place + 1 :]
+    return frames
 
 
 def is_alive(pid: int) -> bool:
@@ -229,11 +238,11 @@ def state_of(pid: int) -> str:
     """Return what the kernel says of a process: "stopped", or "waits in the kernel (in nfs_wait)"."""
     fields = _status(f"/proc/{pid}/status")
     if not fields:
-        return "it has ended"
+        return HAS_ENDED
     letter = fields["State"][:1]
     words = {
         "R": "it runs", "S": "it sleeps", "D": "it waits in the kernel and can't be interrupted", "T": "it is stopped",
-        "t": "a debugger has stopped it", "Z": "it has ended", "X": "it has ended",
+        "t": "a debugger has stopped it", "Z": HAS_ENDED, "X": HAS_ENDED,
     }.get(letter, f"state {letter}")  # fmt: skip
     if letter in "SD":
         with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
@@ -265,7 +274,7 @@ def refusal(pid: int) -> str | None:
     """Return why the stack signal must not be sent to a process now, or None."""
     process = _status(f"/proc/{pid}/status")
     if not process:
-        return "it has ended"
+        return HAS_ENDED
     if process["State"][:1] in "TtZX":
         return f"it does not answer: {state_of(pid)}"
     if not int(process["SigCgt"], 16) & 1 << (stack_signal() - 1):  # the signal would end a process without a handler
@@ -340,6 +349,10 @@ def _unescape(text: str) -> str:
     )  # fmt: skip
 
 
+def _py_spy_frame(call: dict[str, Any]) -> Frame:
+    return Frame(call["filename"], call["line"] or 0, call["name"])
+
+
 def _with_py_spy(pid: int, *, native: bool = False) -> Stacks:
     try:
         found = py_spy.dump(pid, native=native)
@@ -347,9 +360,7 @@ def _with_py_spy(pid: int, *, native: bool = False) -> Stacks:
         return Stacks(pid, problem=str(error))
     threads = [
         Thread(
-            tuple(
-                Frame(call["filename"], call["line"] or 0, call["name"]) for call in reversed(thread["frames"])
-            ),
+            tuple(_without_start([_py_spy_frame(call) for call in reversed(thread["frames"])])),
             thread["thread_name"] or "",
             thread["thread_id"],
         )

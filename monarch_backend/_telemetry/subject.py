@@ -45,7 +45,7 @@ class Subject(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def programs(self) -> tuple[list[Program], list[Unread]]:
-        """Return the programs with their late and slow ranks, and what was not read."""
+        """Return the programs with their late and slow ranks, GPU memory and child processes, and what was not read."""
 
     def look(self) -> tuple[list[Program], dict[ProcessKey, Rates], list[Unread]]:
         """Return the programs with their GPU memory, rates of processes since the last look, and what was not read."""

@@ -7,12 +7,12 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._telemetry.labels import LAUNCHER, in_words, is_wanted
+from monarch_backend._telemetry.labels import LAUNCHER, fold_labels, in_words, is_wanted
 from monarch_backend.cli.arguments import add_program, add_ranks, fail, nothing_there
 from monarch_backend.cli.ps import findings
 
 if TYPE_CHECKING:
-    from monarch_backend._telemetry.programs import Process, Program
+    from monarch_backend._telemetry.programs import ChildProcess, Process, Program
     from monarch_backend._telemetry.stacks import Stacks
 
 
@@ -38,14 +38,15 @@ def run(args: argparse.Namespace) -> int:
             chosen, unread = there.programs()
             found = [(program, _selected(program, args.ranks)) for program in chosen]
             if args.ranks is not None and not any(processes for _, processes in found):
-                labels = ", ".join(each.label for program in chosen for each in (*program.processes, *program.children))
+                labels = fold_labels(each.label for program in chosen for each in _selected(program, None))
                 there_are = f"there are: {labels}" if labels else nothing_there(args.program)
                 raise LookupError(f"no process is {in_words(args.ranks)}; {there_are}")
             read = []
             for program, processes in found:
                 if processes:
                     stacks = there.stacks(program.host, [each.pid for each in processes], native=args.native)
-                    read.append((program, list(zip(processes, stacks, strict=True))))
+                    both = zip(processes, stacks, strict=True)
+                    read.append((program, [each for each in both if not _is_ended_child(*each)]))
     except (LookupError, NotImplementedError, ValueError, JobError) as error:
         return fail("stack", error)
     for each in unread:
@@ -65,10 +66,24 @@ def _selected(program: Program, ranks: list[str] | None) -> list[Process]:
     chosen = [each for each in program.processes if each.state != ENDED and is_wanted(each.label, each.pid, ranks)]
     pids = {each.pid for each in chosen}
     return chosen + [
-        each
-        for each in program.children
-        if each.is_python and (each.parent in pids or is_wanted(each.label, each.pid, ranks))
+        each for each in program.children if each.is_python and (each.parent in pids or _is_child_wanted(each, ranks))
     ]
+
+
+def _is_ended_child(process: Process, stacks: Stacks) -> bool:
+    """Return whether a child process has ended meanwhile. A process of a mesh is shown then."""
+    from monarch_backend._telemetry.programs import ChildProcess
+    from monarch_backend._telemetry.stacks import HAS_ENDED
+
+    return isinstance(process, ChildProcess) and stacks.problem == HAS_ENDED
+
+
+def _is_child_wanted(child: ChildProcess, ranks: list[str] | None) -> bool:
+    """Return whether a child process is among ``ranks``, also as "pt_data_worker of gpus 0-1"."""
+    name, _, starter = child.label.partition(" of ")
+    of_starter = [each.removeprefix(f"{name} of ") for each in ranks or () if each.startswith(f"{name} of ")]
+    by_starter = bool(of_starter) and is_wanted(starter, child.parent, of_starter)
+    return by_starter or is_wanted(child.label, child.pid, ranks)
 
 
 def as_text(program: Program, read: list[tuple[Process, Stacks]], *, all_threads: bool = False) -> str:
@@ -102,6 +117,7 @@ def _as_json(program: Program, read: list[tuple[Process, Stacks]]) -> dict[str, 
             {
                 "pid": process.pid,
                 "label": process.label,
+                "parent": process.parent,
                 "problem": stacks.problem or stacks.unread_tasks,
                 "threads": [
                     {

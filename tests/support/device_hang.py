@@ -43,5 +43,8 @@ def waiting_program(folder: Path, device: str) -> Iterator[subprocess.Popen[str]
     source = SCRIPT.format(device=device, computation=COMPUTATIONS[device])
     with running_script(folder / "device_hang.py", source) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().split()[-1:] == ["began"]
+        line = process.stdout.readline()
+        while line and not line.endswith("began\n"):  # torch_xla may print a warning first
+            line = process.stdout.readline()
+        assert line, "the program has ended"
         yield process

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,10 +49,18 @@ class Trainer(Actor):
         for batch in DataLoader(Images(), num_workers=1):
             pass
 
+    @endpoint
+    def step_with(self, method):
+        for batch in DataLoader(Images(), num_workers=1, multiprocessing_context=method):
+            pass
+
 
 if __name__ == "__main__":
     procs = this_host().spawn_procs({"gpus": 2}, name="trainers")
     procs.spawn("trainer", Trainer).step.broadcast()
+    others = this_host().spawn_procs({"others": 2}, name="others")
+    for rank, method in enumerate(["spawn", "forkserver"]):
+        others.slice(others=rank).spawn(f"trainer_{method}", Trainer).step_with.broadcast(method)
     fresh = multiprocessing.get_context("spawn").Process(target=read_image, daemon=True)
     fresh.start()
     nested = multiprocessing.get_context("fork").Process(target=start_two)
@@ -67,7 +77,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     with running_script(tmp_path_factory.mktemp("program") / "loader.py", SCRIPT) as program:
         assert program.stdout is not None
         pids = [int(each) for each in program.stdout.readline().split()]
-        wait_until(lambda: len(_children(program.pid)) == 6)
+        wait_until(lambda: len(_children(program.pid)) == 8)
         yield program, pids
 
 
@@ -96,7 +106,7 @@ def test_ps_lists_child_processes_below_their_starter(
     for child in facts["children"]:
         parent = next(each for each in facts["processes"] if each["pid"] == child["parent"])
         below[parent["label"]].append(child)
-    assert [len(each) for each in below.values()] == [4, 1, 1]
+    assert [len(each) for each in below.values()] == [4, 1, 1, 1, 1]
     own = {child["pid"]: child for child in below["program loader.py"]}
     assert {fresh, nested, other} < set(own)
     assert own[other]["label"] == "cat of program loader.py" and not own[other]["is_python"]
@@ -138,12 +148,37 @@ def test_stack_of_a_rank_has_its_workers(
     assert worker["problem"] == "" and worker["threads"]
 
 
-def test_stack_of_a_spawned_worker_needs_py_spy(started: tuple[subprocess.Popen[str], list[int]]) -> None:
-    _, (fresh, _, _) = started
-    found = stacks.read(fresh, with_py_spy=False)
-    assert "it writes no stacks" in found.problem
+def test_stack_of_spawned_workers_needs_py_spy(started: tuple[subprocess.Popen[str], list[int]]) -> None:
+    program, (fresh, _, _) = started
+    others = [each.pid for each in _children(program.pid) if "others" in each.label]
+    assert len(others) == 2
+    assert "it writes no stacks" in stacks.read(fresh, with_py_spy=False).problem
     if py_spy.find() is not None:
-        wait_until(lambda: "read_image" in str(stacks.read(fresh).threads))
+        for pid in [fresh, *others]:
+            wait_until(lambda pid=pid: "read_image" in str(stacks.read(pid).threads))  # type: ignore[misc]
+            assert "spawn_main" not in str(stacks.read(pid).threads), "calls that start the interpreter"
+
+
+def test_stack_of_a_workers_worker_begins_at_its_own_start(started: tuple[subprocess.Popen[str], list[int]]) -> None:
+    program, (_, nested, _) = started
+    with open(f"/proc/{nested}/task/{nested}/children") as file:
+        [inner] = [int(each) for each in file.read().split()]
+    assert inner in {each.pid for each in _children(program.pid)}
+    wait_until(lambda: _function(inner) == "read_image")
+    [main] = [each for each in stacks.read(inner, with_py_spy=False).threads if each.innermost]
+    assert "start_two" not in str(main)
+
+
+def test_folded_name_of_workers_chooses_them(
+    started: tuple[subprocess.Popen[str], list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, _ = started
+    [name] = {each.label.split(" of ")[0] for each in _children(program.pid) if "gpus" in each.label}
+    folded = _output(capsys, "stack", str(program.pid), "--rank", f"{name} of gpus 0-1 of trainers", "--json")
+    assert len(json.loads(folded)[0]["processes"]) == 2
+    assert cli.main(["stack", str(program.pid), "--rank", "cat"]) == 1
+    error = capsys.readouterr().err
+    assert f"{name} of gpus 0-1 of trainers" in error and "cat of" not in error
 
 
 def test_child_process_that_has_ended_is_not_listed(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -159,10 +194,62 @@ with telemetry.span("work"):
         assert _children(program.pid) == []
 
 
-def test_idle_worker_keeps_its_main_thread() -> None:
-    frames = tuple(stacks.Frame(f"{stacks._MULTIPROCESSING}{name}.py", 1, name) for name in ("process", "queues"))
+HANGS_IN_FORK = """
+import multiprocessing, os, sys
+from monarch_backend import telemetry
+
+
+def wait():
+    print(os.getpid(), flush=True)
+    os.read(READ, 1)
+
+
+def wait_in_child():
+    os.close(WRITE)
+    wait()
+
+
+def train():
+    multiprocessing.get_context("fork").Process(target=print).start()
+
+
+READ, WRITE = os.pipe()
+if sys.argv[1] == "parent":
+    os.register_at_fork(before=wait)
+else:
+    os.register_at_fork(after_in_child=wait_in_child)
+with telemetry.span("work"):
+    train()
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("where", ["parent", "child"])
+def test_process_that_hangs_in_a_fork_is_shown(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if where == "child" and py_spy.find() is None:
+        pytest.skip("it has no handler of its own yet: py-spy reads it")
+    (tmp_path / "forks.py").write_text(HANGS_IN_FORK)
+    command = [sys.executable, str(tmp_path / "forks.py"), where]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as program:
+        try:
+            assert program.stdout is not None
+            pid = int(program.stdout.readline())
+            assert (pid == program.pid) == (where == "parent")
+            wait_until(lambda: [each.pid for each in _children(program.pid)] == [pid] * (where == "child"))
+            wait_until(lambda: "in wait\n" in _output(capsys, "stack", str(program.pid), "--rank", str(pid)))
+            text = _output(capsys, "stack", str(program.pid), "--rank", str(pid))
+            assert "in train\n" in text and "in <module>\n" in text
+        finally:
+            program.kill()
+
+
+def test_thread_of_the_program_in_multiprocessing_is_shown() -> None:
+    def thread(*functions: str) -> stacks.Thread:
+        return stacks.Thread(tuple(stacks.Frame(f"{stacks._MULTIPROCESSING}queues.py", 1, each) for each in functions))
+
     process = programs.Process(7, "worker", "running", 1, 0.0, None, None, None, [])
-    idle, feeder = stacks.Thread(frames), stacks.Thread(frames[1:])
-    assert idle.is_of_multiprocessing and feeder.is_of_multiprocessing
-    [text] = fold([(process, stacks.Stacks(7, [feeder, idle]))])
-    assert text.count("queues.py:1") == 1 and text.count("process.py:1") == 1
+    feeder, reader, main = thread("_feed"), thread("get"), thread("join")
+    assert feeder.is_of_multiprocessing and not reader.is_of_multiprocessing
+    [text] = fold([(process, stacks.Stacks(7, [feeder, reader, main]))])
+    assert "in get" in text and "in join" in text and "in _feed" not in text

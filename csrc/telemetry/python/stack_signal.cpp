@@ -106,6 +106,7 @@ void dump_when_wanted() {
 
 void start_helper() {
   if (helped == getpid()) return;
+  for (auto& place : requests) place.store(0);  // those of a parent
   if (sem_init(&dump_wanted, 0, 0) != 0) throw system_failure("making the semaphore of stack dumps");
   sigset_t all, before;
   sigfillset(&all);
