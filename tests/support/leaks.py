@@ -13,7 +13,8 @@ from tests.support.ranks import KEPT_FDS, KEPT_PIDS
 
 _OWN_RECORDING = frozenset(f"/memfd:monarch-{what} (deleted)" for what in ("recording", "stacks"))
 # A process has one of each until its end, from its first span, metric, process or group on.
-_DRIVER = "cuda.shm."  # prefix of the CUDA driver's own files, which it may keep
+_NOT_OURS = "cuda.shm.", "sem.mp-"
+"""Prefixes of files of the CUDA driver, which it may keep, and of multiprocessing, which may be another run's."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def take() -> Picture:
                 continue
             if not target.startswith("/dev/nvidia"):  # the driver keeps its descriptors after the first use of a GPU
                 descriptors.add(f"{name} {target}")
-    shm = {n for n in os.listdir("/dev/shm") if not n.startswith(_DRIVER)} if os.path.isdir("/dev/shm") else set()
+    shm = {n for n in os.listdir("/dev/shm") if not n.startswith(_NOT_OURS)} if os.path.isdir("/dev/shm") else set()
     if _HAS_PROC:
         processes = frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
     else:

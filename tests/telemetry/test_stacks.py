@@ -380,6 +380,7 @@ def test_native_stacks_have_c_frames(running: subprocess.Popen[str], capsys: pyt
 @pytest.mark.skipif(py_spy.find() is None, reason="py-spy is not installed")
 def test_py_spy_reads_a_stopped_process() -> None:
     with _process(START + MAIN.format("time.sleep(1000)")) as process:
+        _wait_for(process.pid, "main:8")
         process.send_signal(signal.SIGSTOP)
         found = stacks.read(process.pid)
         if "ermission" in found.problem:
