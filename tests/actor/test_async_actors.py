@@ -417,7 +417,7 @@ def test_every_call_can_be_awaited(procs: ProcMesh) -> None:
 
 def test_await_that_has_ended_is_not_kept(procs: ProcMesh) -> None:
     mesh, kept = procs.spawn("async", Async), current_runtime.program().awaits.notices._begun
-    one = mesh.slice(gpus=2)
+    one, gate = mesh.slice(gpus=2), procs.slice(gpus=2).spawn("gate", Gate)
 
     async def main() -> None:
         waiting = asyncio.ensure_future(one.relay.call_one(mesh.slice(gpus=1), 1))
@@ -428,12 +428,13 @@ def test_await_that_has_ended_is_not_kept(procs: ProcMesh) -> None:
         assert len([value async for value in one.count.call_one(3)]) == 3
         with pytest.raises(ActorError):
             await one.relay.call_one("no mesh", 1)
-        given_up = asyncio.ensure_future(one.square.call_one(3))
+        given_up = asyncio.ensure_future(gate.wait.call_one())
         await asyncio.sleep(0)
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
             await given_up
         assert not kept
+        await gate.stop()
         await mesh.stop()
 
     asyncio.run(main())
