@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FOLDERS = (("dtensor", "rdma", "testing"), ("ecosystem", "job", "process_group", "telemetry"))
+FOLDERS = (("dtensor", "processes", "rdma", "testing"), ("ecosystem", "job", "process_group", "telemetry"))
 """Folders of each run but the first, which has all others. All runs take equally long."""
 APART = ("clients",)
 """Folders that need environments of their own: `make test-clients`."""
