@@ -88,6 +88,8 @@ class World:
 
     def look(self) -> None:
         """Check the found cycles after each step. The cancellation of a member's message ends its cycle."""
+        if self.simulation._broken is not None:  # the waits that it ends are no alarm
+            raise self.simulation._broken
         if self.simulation.now > END_S:  # replies of actors that are interrupted by this error do not count
             for name, empty in (("pack_failure", b""), ("pack_error", b""), ("remote_traceback", "")):  # slow
                 self.patches.enter_context(mock.patch.object(runner, name, return_value=empty))
