@@ -24,15 +24,11 @@ from tests.actor.conftest import _fork_server, faults  # noqa: F401
 from tests.actor.support import Faults
 from tests.rdma.actors import pattern
 from tests.rdma.test_route_matrix import DTYPES
-
-
-def _gpus() -> int:
-    return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
-
+from tests.support.gpus import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(_gpus() == 0, reason="no GPU that torch can use: run `make test-gpu` on a machine with one"),
+    needs_gpu,
     pytest.mark.usefixtures("faults"),
 ]
 MIB = 1 << 20

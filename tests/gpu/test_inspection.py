@@ -15,17 +15,12 @@ from monarch_backend import cli
 from monarch_backend._telemetry import gpu_memory, py_spy
 from monarch_backend.actor import Actor, endpoint, this_host
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
-from tests.support.device_hang import waiting_program
-from tests.support.waiting import wait_until
-
-
-def _gpus() -> int:
-    return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
-
+from tests.support.device_hang import check_commands, waiting_program
+from tests.support.gpus import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(_gpus() == 0, reason="no GPU that torch can use: run `make test-gpu` on a machine with one"),
+    needs_gpu,
     pytest.mark.usefixtures("faults"),
 ]
 
@@ -45,14 +40,7 @@ def test_rank_that_waits_for_a_kernel_is_shown_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with waiting_program(tmp_path, "cuda") as program:
-
-        def is_shown() -> bool:
-            assert cli.main(["stack", str(program.pid)]) == 0
-            return "in step\n        return x[0, 0].item()\n" in capsys.readouterr().out
-
-        wait_until(is_shown)
-        assert cli.main(["ps", str(program.pid)]) == 0
-        assert "trainer rank 0: running step for" in capsys.readouterr().out
+        check_commands(program.pid, capsys)
         if py_spy.find() is not None:
             assert cli.main(["stack", str(program.pid), "--native"]) == 0
             assert "libcuda" in capsys.readouterr().out

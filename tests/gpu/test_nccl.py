@@ -17,19 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 import monarch_backend
 from monarch_backend import NoRouteError
 from monarch_backend.process_group import _c10d_internals
+from tests.support.gpus import gpu_count, needs_gpu
 from tests.support.ranks import run_ranks
-
-
-def _gpus() -> int:
-    # This asks the driver's management library, so the process that forks the ranks gets no CUDA context.
-    return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
-
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(_gpus() == 0, reason="no GPU that torch can use: run `make test-gpu` on a machine with one"),
+    needs_gpu,
 ]
-two_gpus = pytest.mark.skipif(_gpus() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
 
 
 def _device(rank: int) -> torch.device:

@@ -7,7 +7,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from monarch_backend import cli
 from tests.support.running_script import running_script
+from tests.support.waiting import wait_until
 
 COMPUTATIONS = {
     "cuda": "torch.cuda._sleep(1 << 42)",  # cycles: at least half an hour
@@ -48,3 +52,15 @@ def waiting_program(folder: Path, device: str) -> Iterator[subprocess.Popen[str]
             line = process.stdout.readline()
         assert line, "the program has ended"
         yield process
+
+
+def check_commands(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that `stack` shows the line that waits for the device, and `ps` the endpoint."""
+
+    def is_shown() -> bool:
+        assert cli.main(["stack", str(pid)]) == 0
+        return "in step\n        return x[0, 0].item()\n" in capsys.readouterr().out
+
+    wait_until(is_shown)
+    assert cli.main(["ps", str(pid)]) == 0
+    assert "trainer rank 0: running step for" in capsys.readouterr().out

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch_backend import cli
-from tests.support.device_hang import waiting_program
-from tests.support.waiting import wait_until
+from tests.support.device_hang import check_commands, waiting_program
 
 pytestmark = pytest.mark.xla
 
@@ -18,11 +16,4 @@ def test_rank_that_waits_for_a_device_is_shown_with_its_line(
 ) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     with waiting_program(tmp_path, "xla") as program:
-
-        def is_shown() -> bool:
-            assert cli.main(["stack", str(program.pid)]) == 0
-            return "in step\n        return x[0, 0].item()\n" in capsys.readouterr().out
-
-        wait_until(is_shown)
-        assert cli.main(["ps", str(program.pid)]) == 0
-        assert "trainer rank 0: running step for" in capsys.readouterr().out
+        check_commands(program.pid, capsys)
