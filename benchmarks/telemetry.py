@@ -88,13 +88,7 @@ def measure_paths(starts: int, rounds: int) -> Starts:
             runner = Contender(ROOT, kind, RUNNER)
             try:
                 for case in cases:
-                    times: dict[str, list[float]] = {name: [] for name in STATES}
-                    for number in range(rounds + 1):
-                        for name in random.sample(list(STATES), len(STATES)):
-                            took = runner.measure(case, count=CALLS[case], record=STATES[name])
-                            if number:  # the first round warms up
-                                times[name].append(took)
-                    found[case].append(times)
+                    found[case].append(_rounds(rounds, case, dict.fromkeys(STATES, runner), switches=True))
             finally:
                 runner.close()
     return found
@@ -111,14 +105,23 @@ def measure_settings(starts: int, rounds: int) -> Starts:
                     runners[name] = Contender(ROOT, kind, RUNNER, MONARCH_TELEMETRY=str(int(STATES[name])))
                     stack.callback(runners[name].close)
                 for case in cases:
-                    times: dict[str, list[float]] = {name: [] for name in STATES}
-                    for number in range(rounds + 1):
-                        for name in random.sample(list(STATES), len(STATES)):
-                            took = runners[name].measure(case, count=CALLS[case])
-                            if number:  # the first round warms up
-                                times[name].append(took)
-                    found[case].append(times)
+                    found[case].append(_rounds(rounds, case, runners))
     return found
+
+
+def _rounds(rounds: int, case: str, runners: dict[str, Contender], *, switches: bool = False) -> dict[str, list[float]]:
+    """Return the times of a case in each round but the first, which warms up, by the state of the recording.
+
+    ``switches``: the runner of a state switches its recording to it.
+    """
+    times: dict[str, list[float]] = {name: [] for name in STATES}
+    for number in range(rounds + 1):
+        for name in random.sample(list(STATES), len(STATES)):
+            order = {"record": STATES[name]} if switches else {}
+            took = runners[name].measure(case, count=CALLS[case], **order)
+            if number:
+                times[name].append(took)
+    return times
 
 
 def ratios(starts: list[dict[str, list[float]]], name: str) -> list[float]:
