@@ -15,10 +15,9 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import NamedTuple
 
-from monarch_backend._core import platform
+from monarch_backend._core import platform, process_stat
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -193,14 +192,12 @@ def _process_of_launcher() -> str:
     pid = os.getppid() if platform.HAS_PROC else 0
     while pid > 1:
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            stat = process_stat.read(pid)
         except OSError:
             return ""
-        name, _, rest = stat.partition("(")[2].rpartition(")")
-        fields = rest.split()  # from the state on, which is field 3
-        if name == _PROCESS_OF_MPICH:
-            return f"{pid} {fields[19]}"
-        pid = int(fields[1])
+        if stat.name == _PROCESS_OF_MPICH:
+            return f"{pid} {stat.start_ticks}"
+        pid = stat.parent
     return ""
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import calendar
 import os
 import subprocess
-from pathlib import Path
 
-from monarch_backend._core import platform
+from monarch_backend._core import platform, process_stat
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
@@ -24,8 +23,8 @@ def state_and_start(pid: int) -> tuple[str, int]:
 
 
 def _from_proc(pid: int) -> tuple[str, int]:
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return fields[0].decode(), int(fields[19])
+    stat = process_stat.read(pid)
+    return stat.state, stat.start_ticks
 
 
 def _from_ps(pid: int) -> tuple[str, int]:

@@ -5,11 +5,13 @@ They record nothing, so they are found in /proc, by their parents.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from monarch_backend._core import process_stat
 from monarch_backend._telemetry import programs
 from monarch_backend._telemetry.discovery import Owner, descriptor_named
 from monarch_backend._telemetry.programs import ENDED, ChildProcess, Process, Program
@@ -71,17 +73,18 @@ def _has_own_area(pid: int) -> bool:
 
 
 def _child(pid: int, ancestor: Process, command: bytes) -> ChildProcess | None:
-    stat = _stat(pid)
-    if stat is None:
+    try:
+        stat = process_stat.read(pid)
+    except OSError:  # it has ended
         return None
-    name, fields = stat
+    name = _printable(stat.name)
     is_python = _is_python(pid)
     if is_python and name.startswith("python"):
         name = " ".join(filter(None, [name, _script(command)]))
     memory, cpu, state = programs.usage(pid)
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    started = stat.start_ticks / os.sysconf("SC_CLK_TCK")
     return ChildProcess(
-        pid=pid, label=f"{name} of {ancestor.label}", state=state, parent=ancestor.pid,
+        pid=pid, label=f"{name} of {ancestor.label}", name=name, state=state, parent=ancestor.pid,
         age=max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started), exit_code=None, memory=memory,
         cpu_seconds=cpu, activities=[], is_python=is_python,
     )  # fmt: skip
@@ -120,18 +123,6 @@ def _children_of_all() -> defaultdict[int, list[int]]:
     """Return the pids of the children of each process of this machine, the oldest first."""
     found: defaultdict[int, list[int]] = defaultdict(list)
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        stat = _stat(pid)
-        if stat is not None:
-            found[int(stat[1][1])].append(pid)
+        with contextlib.suppress(OSError):  # it has ended
+            found[process_stat.read(pid).parent].append(pid)
     return found
-
-
-def _stat(pid: int) -> tuple[str, list[str]] | None:
-    """Return the name of a process, and the fields of /proc/PID/stat from its state on. None: it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            text = file.read()
-    except OSError:
-        return None
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    return _printable(name), rest.split()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from monarch_backend._core import process_stat
 from monarch_backend._telemetry import discovery
 from monarch_backend._telemetry.kinds import Kind, SlotState
 from monarch_backend._telemetry.reader import EventFilter, RecordedProcess
@@ -34,9 +35,8 @@ def job_of(process: RecordedProcess, owner: int) -> Job:
 
 def _parent(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
+        return process_stat.read(pid).parent
+    except OSError:
         return 0
 
 

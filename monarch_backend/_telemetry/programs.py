@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from monarch_backend._core import process_stat
 from monarch_backend._telemetry import discovery
 from monarch_backend._telemetry.kinds import Kind, SlotState, State
 from monarch_backend._telemetry.labels import fold_labels
@@ -61,8 +62,12 @@ class Process:
 
 @dataclass
 class ChildProcess(Process):
-    """A process that the process ``parent`` has started by itself, or one of its children has. It records nothing."""
+    """A process that the process ``parent`` has started by itself, or one of its children has. It records nothing.
 
+    Its ``label`` is its ``name`` with the label of ``parent``.
+    """
+
+    name: str = ""
     is_python: bool = True
 
 
@@ -252,11 +257,10 @@ def usage(pid: int) -> tuple[int | None, float | None, str]:
     try:
         with open(f"/proc/{pid}/statm") as file:
             memory = int(file.read().split()[1]) * _PAGE
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        stat = process_stat.read(pid)
     except (OSError, IndexError):
         return None, None, RUNNING
-    return memory, (int(fields[11]) + int(fields[12])) / _TICKS, HELD_STATES.get(fields[0], RUNNING)
+    return memory, stat.cpu_ticks / _TICKS, HELD_STATES.get(stat.state, RUNNING)
 
 
 def _command(pid: int) -> str:

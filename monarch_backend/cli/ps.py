@@ -102,7 +102,7 @@ def _child_lines(process: Process, program: Program) -> list[str]:
     kinds: dict[tuple[str, str], list[int]] = {}
     for child in program.children:
         if child.parent == process.pid:
-            kinds.setdefault((child.label.removesuffix(f" of {process.label}"), child.state), []).append(child.pid)
+            kinds.setdefault((child.name, child.state), []).append(child.pid)
     return [
         f"{len(pids)} child process{'es' * (len(pids) > 1)} {name} ({pids_in_words(pids)}, {state})"
         for (name, state), pids in kinds.items()

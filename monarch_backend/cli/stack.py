@@ -80,9 +80,9 @@ def _is_ended_child(process: Process, stacks: Stacks) -> bool:
 
 def _is_child_wanted(child: ChildProcess, ranks: list[str] | None) -> bool:
     """Return whether a child process is among ``ranks``, also as "pt_data_worker of gpus 0-1"."""
-    name, _, starter = child.label.partition(" of ")
-    of_starter = [each.removeprefix(f"{name} of ") for each in ranks or () if each.startswith(f"{name} of ")]
-    by_starter = bool(of_starter) and is_wanted(starter, child.parent, of_starter)
+    prefix = f"{child.name} of "
+    of_starter = [each.removeprefix(prefix) for each in ranks or () if each.startswith(prefix)]
+    by_starter = bool(of_starter) and is_wanted(child.label.removeprefix(prefix), child.parent, of_starter)
     return by_starter or is_wanted(child.label, child.pid, ranks)
 
 
