@@ -21,9 +21,12 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.skipif(not platform.HAS_MEMFD, reason="programs are found by their memory files")
 
 SCRIPT = """
-import multiprocessing, subprocess, sys
+import multiprocessing, os, pathlib, subprocess, sys
 from torch.utils.data import DataLoader, Dataset
 from monarch_backend.actor import Actor, endpoint, this_host
+
+
+GO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "go")
 
 
 class Images(Dataset):
@@ -35,7 +38,8 @@ class Images(Dataset):
 
 
 def read_image():
-    multiprocessing.parent_process().join()
+    while multiprocessing.parent_process().is_alive() and not os.path.exists(GO):
+        multiprocessing.parent_process().join(0.05)
 
 
 def start_two():
@@ -57,10 +61,10 @@ class Trainer(Actor):
 
 if __name__ == "__main__":
     procs = this_host().spawn_procs({"gpus": 2}, name="trainers")
-    procs.spawn("trainer", Trainer).step.broadcast()
+    calls = [procs.spawn("trainer", Trainer).step.call()]
     others = this_host().spawn_procs({"others": 2}, name="others")
     for rank, method in enumerate(["spawn", "forkserver"]):
-        others.slice(others=rank).spawn(f"trainer_{method}", Trainer).step_with.broadcast(method)
+        calls.append(others.slice(others=rank).spawn(f"trainer_{method}", Trainer).step_with.call(method))
     fresh = multiprocessing.get_context("spawn").Process(target=read_image, daemon=True)
     fresh.start()
     nested = multiprocessing.get_context("fork").Process(target=start_two)
@@ -68,6 +72,11 @@ if __name__ == "__main__":
     other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # like all others, it ends with its starter
     print(fresh.pid, nested.pid, other.pid, flush=True)
     sys.stdin.readline()
+    pathlib.Path(GO).touch()
+    for each in calls:  # all end by themselves: a killed worker leaves its semaphores
+        each.exception(60)
+    fresh.join()
+    nested.join()
 """
 
 
@@ -79,6 +88,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
         pids = [int(each) for each in program.stdout.readline().split()]
         wait_until(lambda: len(_children(program.pid)) == 8)
         yield program, pids
+        program.communicate("\n", timeout=90)
 
 
 def _children(pid: int) -> list[programs.ChildProcess]:
